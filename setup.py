@@ -1,8 +1,8 @@
 """The extensions, and nothing else: metadata is in pyproject.toml.
 
-DEQFAST_BUILD = auto | cpu | cuda | none. `auto` builds the CPU objects, and the CUDA object where it will be used: a
-GPU is visible or TORCH_CUDA_ARCH_LIST is set, torch was built for CUDA, and an nvcc of the same major version is there.
-`cuda` builds it without a GPU too, and fails where it cannot. Which it was, `deqfast.backends()` tells.
+DEQFAST_BUILD = auto | cpu | cuda | none. `auto` builds the CPU objects. It also builds the CUDA object if torch was
+built for CUDA, an nvcc of the same major version exists, and a GPU is visible or TORCH_CUDA_ARCH_LIST is set. `cuda`
+builds it without a GPU too, and fails if it cannot. `deqfast.backends()` shows what was built.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ SOURCES = (
     "fc_vjp",
 )
 CPU_ONLY = ("broyden_step", "loop", "norm_act_residual_backward")
-# Commands that ask for the metadata alone, before the build: torch need not be imported for them.
+# Commands that need only the metadata, before the build: they do not import torch.
 METADATA = {"egg_info", "dist_info"}
-# The stable ABI of torch 2.11: one object for every torch from then on.
+# The stable ABI of torch 2.11: one object works with every later torch.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 # One pass of the compiler serves sm_80 and sm_86, a third less to compile.
 ARCHITECTURES = [
@@ -40,22 +40,22 @@ ARCHITECTURES = [
     "-gencode=arch=compute_90,code=sm_90",
     "-gencode=arch=compute_90,code=compute_90",
 ]
-# Without gcse: it eliminates next to nothing in vector code that is unrolled by hand, and takes a third of the time.
-# Products and sums are fused across expressions: gcc does so by itself, clang where it is told.
+# Without gcse, which takes a third of the compile time and finds next to nothing in vector code unrolled by hand.
+# Products and sums are fused across expressions: gcc does so by default, clang with this flag.
 CXX_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-gcse", "-fno-gcse-after-reload", "-g0"]
 CXX_FLAGS += ["-fvisibility=hidden", "-Wno-psabi"]
-# One CPU object for each, of which deqfast/_extension.py loads the one that the processor can run: AVX2 and AVX-512.
+# Two CPU objects, for AVX2 and for AVX-512; deqfast/_extension.py loads the one that the processor can run.
 X86 = platform.machine() in ("x86_64", "AMD64")
 INSTRUCTIONS = {"_C_cpu": ["-march=x86-64-v3"], "_C_cpu_avx512": ["-march=x86-64-v4"]} if X86 else {"_C_cpu": []}
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]
-# The architectures side by side: else one core compiles the longest source when the others are done.
+# Compile the architectures in parallel: else one core compiles the longest source when the others are done.
 NVCC_THREADS = "--threads=0"
 CSRC = Path(__file__).resolve().parent / "csrc"
 GENERATED = CSRC.parent / "build" / "csrc"
 
 
 def digest(device: str) -> str:
-    """Hash of the sources and flags of the extension for "cpu" or "cuda"; an extension tells what it was built from."""
+    """Hash of the sources and flags of the extension for "cpu" or "cuda"; the extension's `build_info` returns it."""
     folders = [*(CSRC / "common").iterdir(), *(CSRC / device).iterdir()]
     files = [file for file in folders if file.suffix in (".h", ".cpp", ".cuh", ".cu")]
     content = hashlib.sha256(repr((MACROS, CXX_FLAGS, INSTRUCTIONS, NVCC_FLAGS)).encode())
@@ -65,7 +65,7 @@ def digest(device: str) -> str:
 
 
 def write_build_facts(without_cuda: str | None) -> None:
-    """Headers that only the bindings include; left alone where they are right, or ninja would compile again."""
+    """Write the headers that only the bindings include; unchanged ones keep their time, else ninja would recompile."""
     GENERATED.mkdir(parents=True, exist_ok=True)
     for device in ("cpu", "cuda"):
         header, text = GENERATED / f"sources_{device}.h", f'#define DEQFAST_SOURCES "{digest(device)}"\n'
@@ -87,7 +87,7 @@ def find_cuda_home() -> Path | None:
 
 
 def why_not_cuda(cuda_home: Path | None) -> str | None:
-    """The reason to leave the CUDA kernels out; None: they are built."""
+    """Reason to leave the CUDA kernels out; None if they are built."""
     import torch
 
     if MODE == "cpu":
@@ -101,7 +101,7 @@ def why_not_cuda(cuda_home: Path | None) -> str | None:
     if match is None or match.group(1) != torch.version.cuda.split(".")[0]:
         return f"{cuda_home}/bin/nvcc is not of CUDA {torch.version.cuda.split('.')[0]}, for which torch was built"
     if MODE == "auto" and not (torch.cuda.is_available() or os.environ.get("TORCH_CUDA_ARCH_LIST")):
-        return "no GPU is visible (DEQFAST_BUILD=cuda builds them all the same)"
+        return "no GPU is visible (DEQFAST_BUILD=cuda builds them without one)"
     return None
 
 
@@ -115,11 +115,11 @@ def extensions() -> dict:
         os.environ["CUDA_HOME"] = str(cuda_home)  # read by torch's build code when it is imported
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler.split()[0]) is None:
-        raise SystemExit(f"deqfast: no C++ compiler, {compiler} is not there: install one, or set DEQFAST_BUILD=none")
+        raise SystemExit(f"deqfast: the C++ compiler {compiler} was not found: install one, or set DEQFAST_BUILD=none")
     from torch.utils import cpp_extension
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-    # One object for every Python from 3.10 on; the free-threaded ones have no limited API.
+    # One object for every Python from 3.10 on; free-threaded Pythons have no limited API.
     limited = not sysconfig.get_config_var("Py_GIL_DISABLED")
     cpp_extension.min_supported_cpython = "0x030A0000"
 
@@ -130,7 +130,7 @@ def extensions() -> dict:
     class Build(BuildExtension):
         def build_extensions(self) -> None:
             write_build_facts(reason)
-            self.parallel = None  # one after the other: build_temp is theirs in turn, and ninja takes all cores
+            self.parallel = None  # one extension after the other: they share build_temp, and ninja uses all cores
             super().build_extensions()
 
         def build_extension(self, ext: Extension) -> None:

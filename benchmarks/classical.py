@@ -2,8 +2,8 @@
 
     python benchmarks/classical.py [--out FILE] [--only WORD] [--solver WORD] [--slow]
 
-Prints a Markdown table for each: the evaluations that a solver needs, or why it fails. Where the problems come from is
-in harness/classical.py, how they are solved and judged in harness/contest.py, whose ``SOLVERS`` are the columns.
+Prints a Markdown table for each: the evaluations that a solver needs, or why it fails. harness/classical.py says where
+the problems come from. harness/contest.py solves and judges them; its ``SOLVERS`` are the columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.record import Row, write_record
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all rows, with the machine and the commit")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all rows, with machine and commit")
     parser.add_argument("--only", default="", metavar="WORD", help="problems with this in their name")
     parser.add_argument("--solver", default="", metavar="WORD", help="solvers with this in their name")
     parser.add_argument("--slow", action="store_true", help="also solvers that take minutes for a problem")

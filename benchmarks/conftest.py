@@ -1,4 +1,4 @@
-"""Options of the benchmarks, the board that measures, and what a run ends with: tables, targets, a record."""
+"""Options of the benchmarks, the board that measures, and the end of a run: tables, targets, a record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.suite import LARGE_SECONDS, Board
 from harness.tables import summary
 
 BOARD = pytest.StashKey[Board]()
-ENDED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # a run came to its end, be it with failures
+ENDED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # the run was completed, with or without failures
 
 
 def pytest_addoption(parser):
@@ -22,28 +22,28 @@ def pytest_addoption(parser):
         "--record",
         type=Path,
         metavar="FILE",
-        help="JSON of all rows; replaces a file, unless the run is interrupted: then the rows so far are in FILE.part",
+        help="JSON of all rows; replaces a file; if the run is interrupted, the rows so far are in FILE.part",
     )
-    group.addoption("--remark", help="what else is to be known of the machine, kept in the record")
+    group.addoption("--remark", help="further facts about the machine, kept in the record")
     group.addoption(
         "--full",
         action="store_true",
         help="hours: also time to a residual, the study's training step, and the largest pinv",
     )
     group.addoption(
-        "--small", action="store_true", help="a tiny case of every kind: shows that it works, times nothing"
+        "--small", action="store_true", help="a tiny case of every kind: tests that it works; its times mean nothing"
     )
-    group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
+    group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (default: cuda if available)")
     study = parser.getgroup("study", "Cell of the study (test_time_to_residual.py)")
     study.addoption("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
     study.addoption("--data-root", type=Path, help="folder of the CIFAR files that the run saw")
-    gate = parser.getgroup("gate", "Counters beside committed baselines (test_counters.py): two minutes")
+    gate = parser.getgroup("gate", "Counters compared with committed baselines (test_counters.py): two minutes")
     gate.addoption("--gate", action="store_true", help="judge counters instead of measuring the suite")
     gate.addoption("--update-baseline", action="store_true", help="write what --gate counts to benchmarks/baselines")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "full: measured with --full alone")
+    config.addinivalue_line("markers", "full: measured only with --full")
     config.addinivalue_line("markers", "gate: judged by --gate, which selects no other test")
     for section in dict.fromkeys(case.section for case in CASES):
         config.addinivalue_line("markers", f"{section}: a section of the suite")
@@ -51,7 +51,7 @@ def pytest_configure(config):
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
     if path is not None and config.getoption("numprocesses", None):
-        raise pytest.UsageError("--record runs in one process, which has all the rows: no -n")
+        raise pytest.UsageError("--record runs in one process, which has all rows: omit -n")
     if config.getoption("--update-baseline") and not config.getoption("--gate"):
         raise pytest.UsageError("--update-baseline: only with --gate")
     if config.getoption("--data-root") and not config.getoption("--run"):
@@ -64,7 +64,7 @@ def pytest_configure(config):
 
 
 def wanted(config):
-    """(case, provider) of all that this run is asked for, before any selection by name."""
+    """Every (case, provider) of this run, before any selection by name."""
     device, full = config.stash[BOARD].device, config.getoption("--full")
     cases = SMALL if config.getoption("--small") else CASES
     cases = [case for case in cases if device in case.devices and (full or not case.full)]
@@ -72,7 +72,7 @@ def wanted(config):
 
 
 def pytest_generate_tests(metafunc):
-    """The suite takes (case, provider), each marked by its section."""
+    """Parametrise the suite by (case, provider), each marked by its section."""
     if "case" in metafunc.fixturenames and "provider" in metafunc.fixturenames:
         params = []
         for case, provider in wanted(metafunc.config):
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def board(request):
-    """Keeps the rows of this run."""
+    """Board that keeps the rows of this run."""
     return request.config.stash[BOARD]
 
 
@@ -119,5 +119,5 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     for line in ["", *summary(board.rows, judged=not board.small)]:
         terminalreporter.write_line(line)
     if path:
-        interrupted = f"not written, the run was interrupted: {path}; what there is: {board.journal}"
+        interrupted = f"not written, the run was interrupted: {path}; the rows so far: {board.journal}"
         terminalreporter.write_line(f"\nrecord: {path if exitstatus in ENDED else interrupted}")

@@ -1,11 +1,11 @@
-"""Every kernel once, on small odd shapes, against the reference in float64: a verdict per line, as it comes.
+"""Every kernel once, on small odd shapes, compared with the reference in float64. Prints one verdict per line.
 
     PYTHONPATH=. python benchmarks/first_look.py [--kernel {cuda,triton,emulated,cpp,torch}] [--only WORD] [--few]
 
-Without pytest, so that compute-sanitizer can watch it, and with the reference on the CPU, so that it watches kernels of
-deqfast only. On a machine without a GPU Triton's kernels are interpreted, which takes over ten minutes: give `--few`.
-There `emulated` runs the CUDA kernels as threads of a CPU. The exit status is 1 if a verdict is wrong, 2 if the kernel
-is not available.
+It runs without pytest, so that compute-sanitizer can watch it. The reference runs on the CPU, so that only deqfast's
+kernels are watched. On a machine without a GPU Triton's kernels are interpreted, which takes over ten minutes: give
+`--few`. There `emulated` runs the CUDA kernels as threads of a CPU. The exit status is 1 if a verdict is wrong, 2 if
+the kernel is not available.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-# Before triton is imported, which deqfast does.
+# Set before triton is imported, which deqfast does.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from torch import Tensor
@@ -45,14 +45,14 @@ STATES: dict[str, dict[str, Any]] = {
     "bf16-history": {"history_dtype": torch.bfloat16},
 }
 EVENTS = ("run", "done", "nan", "overflow", "converged", "run")
-# Of (B, C, H, W) and groups: what few threads hold, a block's few packs, its most, what none holds, unaligned channels.
+# (B, C, H, W) and groups: for few threads, few packs per block, the most packs, too many packs, unaligned channels.
 IMAGES = (((2, 32, 5, 3), 4), ((1, 32, 10, 13), 2), ((1, 16, 31, 32), 2), ((1, 16, 32, 48), 2), ((3, 6, 5, 3), 3))
 FEATURES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Check = Callable[[Callable[[str, str], Callable[..., Any]]], None]  # takes (op, source) -> the op of the kernel
 
 
 def op_of(kernel: str) -> Callable[[str, str], Callable[..., Any]]:
-    """(op, source) -> the op, which takes tensors of the CPU, runs where the kernel does, and writes its arguments."""
+    """(op, source) -> the op on tensors of the CPU, which runs on the kernel's device and copies its arguments back."""
     if kernel == "emulated":
         sys.path.insert(0, str(ROOT / "tests"))
         import emulate
@@ -83,14 +83,14 @@ def _on_device(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def steps(kernel: str) -> Iterator[tuple[str, Check]]:
-    """Samples that blocks hold, read twice or share; windows by the pairs that kernels are compiled for.
+    """Samples that fit a block, are read twice or share blocks; windows of the sizes that kernels are compiled for.
 
-    A hundred of 8200 elements are alone on the multiprocessors of an H100, and four on those that are emulated.
+    A hundred samples of 8200 elements have a multiprocessor of an H100 each, and four an emulated one each.
     """
 
     def check(op: str, case: Case, op_of: Callable[[str, str], Callable[..., Any]]) -> None:
         if kernel == "triton" and INTERPRETED and case.history_dtype is not None:
-            case = replace(case, history_slack=2**-6)  # it truncates where a GPU rounds to nearest
+            case = replace(case, history_slack=2**-6)  # a GPU rounds to nearest, this truncates
         check_step(op_of(op, op), case)
 
     def named(op: str, case: Case, dtype: str) -> tuple[str, Check]:
@@ -121,7 +121,7 @@ def transposed(kernel: str) -> Iterator[tuple[str, Check]]:
         newest = torch.full((case.batch,), case.k - 2, dtype=torch.int32)
         count = (torch.arange(case.batch, dtype=torch.int32) * 2).clamp_max(min(case.k, case.history) - 1)
         tensors = [*(state[name] for name in ("z", "left", "df", "gram")), newest, count]
-        for name in (1, 2, 3):  # what no step has written
+        for name in (1, 2, 3):  # arguments that no step has written
             tensors[name] = tensors[name].nan_to_num(nan=0.0)
         scalars = (METHODS[str(case.method)], 0.7, 0.8, case.ridge)
         exact = [t.double() if t.is_floating_point() else t for t in tensors]
@@ -208,7 +208,7 @@ FAMILIES = (steps, transposed, norms, cells, collapse)
 
 
 def few(kernel: str, names: list[str]) -> set[str]:
-    """Every fourth of them, and what is the first of an op: for a look where everything is slow."""
+    """Every fourth of them, and the first of each op, for slow machines."""
     seen: set[str] = set()
     chosen = set(names[::4])
     for name in names:
@@ -219,7 +219,7 @@ def few(kernel: str, names: list[str]) -> set[str]:
 
 
 def look(kernel: str, only: str, brief: bool) -> list[str]:
-    """Print a verdict for each; return the names of those that are wrong."""
+    """Print a verdict for each case; return the names of the wrong ones."""
     get, wrong, started = op_of(kernel), [], time.monotonic()
     cases = [case for family in FAMILIES for case in family(kernel)]
     chosen = few(kernel, [name for name, _ in cases]) if brief else {name for name, _ in cases}

@@ -1,10 +1,10 @@
-"""Write what was measured: the tables and the figure of RESULTS.md, README.md and the documentation.
+"""Write the measured numbers: the tables and the figure of RESULTS.md, README.md and the documentation.
 
     python benchmarks/report.py            write them from the records under benchmarks/results
-    python benchmarks/report.py --check    write nothing; status 1 where a table, the figure or a number is outdated
+    python benchmarks/report.py --check    write nothing; status 1 if a table, the figure or a number is outdated
     python benchmarks/report.py --facts    list the numbers that a sentence may quote
 
-A table stands between `<!-- numbers: its name -->` and `<!-- end of numbers -->`. Sentences are written by people. A
+A table lies between `<!-- numbers: its name -->` and `<!-- end of numbers -->`. Sentences are written by people. A
 number in one of them is followed by an invisible comment with its key, as in
 `18.6 to 22.4×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq -->`, and --check compares the two. Nothing is
 measured here.
@@ -29,7 +29,7 @@ from typing import Any
 
 from harness.record import Row
 from harness.rivals import OWN, THEIRS
-from harness.shown import ADJOINTS, CELLS, COUNTED, DIGITS, LEARNED, OF_OPTIONS, ON_A_GPU, OPTIONS
+from harness.shown import ADJOINTS, CELLS, COUNTED, DIGITS, LAYERS, LEARNED, OF_OPTIONS, ON_A_GPU, OPTIONS
 from harness.tables import (
     FORMS,
     Form,
@@ -44,6 +44,7 @@ from harness.tables import (
     written,
 )
 from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Target
+from harness.textbook import TEXTBOOK
 
 from deqfast.testing.records import write_bytes
 
@@ -52,7 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS, PEER = "cpp", "torchdeq"
 NAMES = ("Picard", "Anderson, m = 6", "Anderson, m = 6, bf16 history", "Broyden, n = 20")
 SOLVERS = dict(zip(ITERATED, NAMES, strict=True))  # in the block of README
-SYNTHETIC = re.compile(r", b [\d.e-]+$")  # how the problems of the suite are named: by the scale of their injection
+SYNTHETIC = re.compile(r", b [\d.e-]+$")  # suffix of the names of the suite's problems: the scale of their injection
 SHOWN = ("fully connected tanh, digits", "residual block, cifar10")  # in the figure
 GRADIENTS = {
     "gradient-fc-broyden-128x256": "fully connected tanh, 128 samples of 256",
@@ -64,7 +65,7 @@ BLOCK = re.compile(r"(<!-- numbers: ([\w ]+) -->)\n.*?(<!-- end of numbers -->|(
 
 @dataclass(frozen=True)
 class Record:
-    """One file of rows, with what was recorded of the machine and of how it was measured."""
+    """File of rows, with its record of the machine and of the measurement."""
 
     path: Path
     machine: dict[str, Any]
@@ -86,7 +87,7 @@ class Record:
 
     @property
     def where(self) -> str:
-        """ "AMD EPYC, 2 cores, 1 thread, torch 2.15.0": what is recorded of the machine and its versions."""
+        """Machine and versions, such as "AMD EPYC, 2 cores, 1 thread, torch 2.15.0"."""
         machine = self.machine
         told = [machine["gpu"], machine["processor"], f"{machine['cores']} cores"]
         told.append(f"{self.threads} thread{'s' * (self.threads > 1)}")
@@ -95,7 +96,7 @@ class Record:
 
     @property
     def when(self) -> str:
-        """ "e6f2888, 2026-11-21"; whether the checkout differed from the commit."""
+        """Commit and date, such as "e6f2888, 2026-11-21", and whether the checkout differed from the commit."""
         sha, changed, _ = self.machine["commit"].partition("+")
         return f"{sha[:7]}{' with changes' if changed else ''}, {self.date[:10]}"
 
@@ -114,7 +115,7 @@ class Results:
         return [record for record in self.records if bool(record.machine["gpu"]) == gpu]
 
     def of(self, section: str) -> list[Record]:
-        """The records of CPUs with their rows of a section, those with the most threads first; none is an error."""
+        """Records of CPUs with their rows of a section, the most threads first; raises an error without any."""
         own = [replace(one, rows=[row for row in one.rows if row["section"] == section]) for one in self.on_gpu(False)]
         found = sorted((one for one in own if one.rows), key=lambda one: -one.threads)
         return found or sys.exit(
@@ -125,7 +126,7 @@ class Results:
         return [row for record in self.of(section) for row in record.rows]
 
     def cases(self, section: str) -> dict[str, Runs]:
-        """The rows of each case, of the records with the most threads that it was measured with."""
+        """Rows of each case, from the records with its most threads."""
         most: dict[str, int] = {}
         cases: dict[str, Runs] = {}
         for record in self.of(section):
@@ -135,7 +136,7 @@ class Results:
         return cases
 
     def origin(self, section: str) -> str:
-        """Where the numbers of a table come from: of the records with the most threads."""
+        """Origin of a table's numbers, from the records with the most threads."""
         found = self.of(section)
         most = [one for one in found if one.threads == found[0].threads]
         where = "; ".join(dict.fromkeys(one.where for one in most))
@@ -148,16 +149,16 @@ def values(runs: Runs, provider: str, column: str) -> list[float]:
 
 
 def middle(runs: Runs, provider: str, column: str) -> str:
-    """The median of the runs; "" of none."""
+    """Median of the runs; "" without any."""
     found = values(runs, provider, column)
     return written(column, median(found)) if found else ""
 
 
 def judged(results: Results, target: Target) -> dict[str, str]:
-    """What is promised, what was measured, and whether all runs with the most threads meet it."""
+    """Target, measured value, and whether all runs meet it; on a CPU those with the most threads."""
     records = results.on_gpu(target.on_gpu)
     told = [(one.threads, value) for one in records if (value := target.value(one.rows)) is not None]
-    found = [value for threads, value in told if threads == max(told)[0]]
+    found = [value for threads, value in told if target.on_gpu or threads == max(told)[0]]
     missed = sum(not target.met(value) for value in found)
     state = f"missed in {missed} of {len(found)} runs" if missed else "met"
     if not found:
@@ -193,7 +194,7 @@ def suite(results: Results) -> list[Table]:
 
 
 def rivals(results: Results) -> Table:
-    """Times of whole solves by every library, and how near they have come."""
+    """Times of whole solves by every library, and their residuals."""
     lines = []
     for name, runs in results.cases("rivals").items():
         residuals = [middle(runs, provider, "residual") for provider in (OWN[-1], *THEIRS)]
@@ -202,8 +203,38 @@ def rivals(results: Results) -> Table:
     return Table("Rivals", lines)
 
 
+def textbook(results: Results) -> Table:
+    """Solves to a tolerance by deqfast and by the textbook's Anderson."""
+    lines = []
+    for name, runs in results.cases(TEXTBOOK).items():
+
+        def both(column: str, runs: Runs = runs) -> str:
+            return " / ".join(middle(runs, provider, column) for provider in (OURS, TEXTBOOK))
+
+        times = {
+            title: middle(runs, provider, "ms_min") for provider, title in ((OURS, "deqfast"), (TEXTBOOK, TEXTBOOK))
+        }
+        gain = span([row["gains"][TEXTBOOK] for row in runs[OURS]])
+        counts = {"evaluations": both("evaluations"), "residuals": both("residual")}
+        lines.append({"case": name, **times, "gain": gain, **counts})
+    return Table("Textbook", lines)
+
+
+def layers(results: Results) -> Table:
+    """The training step of whole layers on a CPU, and the gain over torchdeq on each kind of GPU."""
+    lines = []
+    for name, runs in results.cases("training").items():
+        line = case_line(name, runs, "ms_min")
+        short = {"training step": name} | {column: line[column] for column in ("deqfast", PEER, "gain over torchdeq")}
+        for record in results.on_gpu(True):
+            gains = [row["gains"][PEER] for row in record.rows if (row["case"], row["provider"]) == (name, "cuda")]
+            short |= {f"gain, {record.machine['gpu']}": span(gains)} if gains else {}
+        lines.append(short)
+    return Table("", lines)
+
+
 def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
-    """The line of a case; `time`: the column of its rows that is shown, of several runs the median."""
+    """Line of a case; `time`: the column of its rows that is shown, as the median of several runs."""
 
     def gain(peer: str) -> str:
         found = [row["gains"][peer] for row in runs.get(OURS, []) if peer in row.get("gains", {})]
@@ -226,7 +257,7 @@ def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
 
 
 def races(results: Results) -> tuple[Table, Table]:
-    """A line for each solver: what it makes of the suite of problems, and its time on each cell that was trained."""
+    """A line for each solver: its results on the suite of problems, and its time on each trained cell."""
     rows = results.rows("residual")
     problems = {row["case"] for row in rows if SYNTHETIC.search(row["case"])}
     suite, cells = [], []
@@ -244,10 +275,10 @@ def races(results: Results) -> tuple[Table, Table]:
 
 
 def race(rows: Sequence[Row]) -> dict[str, str]:
-    """A solver's rows of the suite, to each tolerance: how many it missed, evaluations, gain over torchdeq.
+    """Results of a solver's rows of the suite, for each tolerance: how many it missed, evaluations, gain over torchdeq.
 
-    The evaluations are the median, the most there may be where the tolerance was missed; the gain is the geometric mean
-    over the problems that torchdeq's same method solves too, whose number stands behind it.
+    The evaluations are the median; a missed tolerance counts as the most evaluations. The gain is the geometric mean
+    over the problems that torchdeq's same method solves too. Their number follows the gain.
     """
     line = {}
     for tol in sorted({row["tol"] for row in rows}, reverse=True):
@@ -285,11 +316,12 @@ def steps(results: Results) -> Table:
 
 
 def on_gpus(results: Results) -> list[Table]:
-    """All rows of each kind of GPU."""
-    kinds: dict[str, list[Row]] = {}
-    for record in results.on_gpu(True):
-        kinds.setdefault(record.machine["gpu"], []).extend(record.rows)
-    return [table(rows, gpu) for gpu, rows in kinds.items()]
+    """The rows of each kind of GPU; of several runs of a case, its newest."""
+    kinds: dict[str, dict[tuple[str, str, str], Row]] = {}
+    for record in sorted(results.on_gpu(True), key=lambda one: one.date):
+        rows = {(row["section"], row["case"], row["provider"]): row for row in record.rows}
+        kinds.setdefault(record.machine["gpu"], {}).update(rows)
+    return [table(list(rows.values()), gpu) for gpu, rows in kinds.items()]
 
 
 def sources(results: Results) -> Table:
@@ -306,16 +338,16 @@ def sources(results: Results) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    found = [targets(results), *suite(results), rivals(results), *races(results), steps(results)]
+    found = [targets(results), *suite(results), rivals(results), textbook(results), *races(results), steps(results)]
     return [*found, sources(results), *on_gpus(results)]
 
 
 def options(results: Results) -> Table:
-    """A line for each provider of each case of the options, by the columns of their rows."""
+    """A line for each provider of each case of the options."""
     lines = [
         {"row": f"{name}.{provider}"}
         | {column: middle(runs, provider, column) for column in OF_OPTIONS}
-        | {"error": span(values(runs, provider, "error"), digits)}  # no rounding error, but a share
+        | {"error": span(values(runs, provider, "error"), digits)}  # not a rounding error, but a share
         for name, runs in results.cases("options").items()
         for provider in runs
     ]
@@ -323,12 +355,12 @@ def options(results: Results) -> Table:
 
 
 def headed(found: Table) -> Table:
-    """The options' table with headings for readers."""
+    """Table of the options with headings for readers."""
     return Table("", [{OF_OPTIONS.get(column, "case"): text for column, text in row.items()} for row in found.rows])
 
 
 def gradients(results: Results) -> Table:
-    """What each adjoint's gradient took, and its error, on each cell."""
+    """Time of each adjoint's gradient, and its error, on each cell."""
     rows = {row["row"]: row for row in options(results).rows}
     lines = []
     for adjoint, title in ADJOINTS.items():
@@ -344,7 +376,7 @@ def gradients(results: Results) -> Table:
 
 
 def blocks(results: Results) -> dict[str, list[str]]:
-    """The lines of each block of numbers by its name: of every table, and what README and the documentation show."""
+    """Lines of each block of numbers by its name: every table, and the blocks of README and the documentation."""
     found = {slug(one.title): one.lines() for one in tables(results)}
     promised = targets(results)
     told = replace(promised, rows=[row for row in promised.rows if row["measured"]])
@@ -354,6 +386,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
         "targets": told.lines(),
         "solvers": [*solves.lines(names=SOLVERS), "", results.origin("solves")],
         "solvers in short": [*solves.lines(few, SOLVERS), "", results.origin("solves")],
+        "layers in short": [*layers(results).lines(names=LAYERS), "", results.origin("training")],
         "residual and machine": [*residual.lines(), "", results.origin("residual")],
         "gradients": gradients(results).lines(),
         "options": [*headed(options(results)).lines(COUNTED, OPTIONS), "", results.origin("options")],
@@ -369,14 +402,14 @@ def blocks(results: Results) -> dict[str, list[str]]:
 
 
 def facts(results: Results) -> dict[str, str]:
-    """The numbers that sentences may quote: every entry of every table, what the options gain, counts of targets."""
+    """Numbers that sentences may quote: every entry of every table, the options' gains, counts of targets."""
     found = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
     counts = Counter(row["state"].partition(" in ")[0] for row in targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
     return found | {"targets.all": str(counts.total())}
 
 
-METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's palette
+METHODS = {  # name in the records -> shown name, colour of Okabe and Ito's palette
     "picard": ("Picard", "#009E73"),
     "fixed_point_iter": ("Picard", "#009E73"),
     "anderson": ("Anderson", "#0072B2"),
@@ -385,9 +418,9 @@ METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's
 
 
 def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
-    """A PNG of the best residual so far of the worst sample against time, a panel for each problem.
+    """PNG of the best residual so far of the worst sample against time, a panel for each problem.
 
-    made: where the numbers come from; digest: of all that is shown, which the PNG holds.
+    made: origin of the numbers; digest: of all shown data, stored in the PNG.
     """
     from matplotlib.figure import Figure
 
@@ -413,7 +446,7 @@ def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
 
 
 def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
-    """A PNG of the error of each adjoint's gradient against the time of a training step, a panel for each cell."""
+    """PNG of the error of each adjoint's gradient against the time of a training step, a panel for each cell."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4), layout="constrained")
@@ -433,14 +466,14 @@ def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
 
 
 def png(figure: Any, digest: str) -> bytes:
-    """The figure as a PNG that holds the digest of its data."""
+    """Figure as a PNG with the digest of its data."""
     target = io.BytesIO()
     figure.savefig(target, dpi=150, metadata={"deqfast data": digest})
     return target.getvalue()
 
 
 def filled(text: str, known: Mapping[str, Sequence[str]], path: Path) -> str:
-    """`text` with the lines of its blocks of numbers."""
+    """Return `text` with the lines of its blocks of numbers."""
 
     def fill(block: re.Match[str]) -> str:
         begin, name, end = block.groups()
@@ -452,21 +485,21 @@ def filled(text: str, known: Mapping[str, Sequence[str]], path: Path) -> str:
 
 
 def wrong_numbers(text: str, known: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for every marked number that is neither the measured one nor a part of it ("18.6 to 22.4×")."""
+    """Sentences on marked numbers that are neither the measured one nor a part of it ("18.6 to 22.4×")."""
     for marked in FACT.finditer(text):
         key, line = marked[1], text.count("\n", 0, marked.start()) + 1
         before = " ".join(text[: marked.start()][-80:].split())  # a line may end within a number's words
         if key not in known:
             yield f"line {line}: no number is called {key}; report.py --facts lists them"
             continue
-        number = re.sub(r" \(\d+\)$", "", known[key])  # without the count behind a mean
+        number = re.sub(r" \(\d+\)$", "", known[key])  # without the count after a mean
         allowed = [known[key], number.partition(" of ")[0], *filter(None, re.split(r" \(|\)| / ", number))]
         if not any(re.search(rf"(?<![\w.,-]){re.escape(one)}$", before) for one in allowed):
             yield f"line {line}: {key} is {known[key]}, the text says …{before[-20:]!r}"
 
 
 def run(check: bool) -> list[str]:
-    """Write or compare everything; what is wrong, if anything."""
+    """Write or compare everything; return what is wrong."""
     results = Results.read(ROOT / "benchmarks" / "results")
     lines, known = blocks(results), facts(results)
     wrong, stale = [], {}
@@ -486,7 +519,7 @@ def run(check: bool) -> list[str]:
             stale[figure] = b"" if check else drawn(rows, made, digest)
     for path, content in stale.items():
         if check:
-            wrong.append(f"{path} is not what the records give: run python benchmarks/report.py")
+            wrong.append(f"{path} differs from the records: run python benchmarks/report.py")
         else:
             write_bytes(path, content)
             print(f"written: {path}")
@@ -500,7 +533,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--show", type=Path, metavar="FOLDER", help="print the times of the rows of the records there")
     given = parser.parse_args(argv)
     if given.show:
-        records = Results.read(given.show, "*.json*").records  # .json.part: of a run that did not come to its end
+        records = Results.read(given.show, "*.json*").records  # .json.part is of an incomplete run
         if not records:
             sys.exit(f"--show {given.show}: no records (*.json) there")
         print("\n".join(summary([row for one in records for row in one.rows])))
@@ -512,5 +545,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly where `| head` has seen enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly if `| head` has seen enough
     main()

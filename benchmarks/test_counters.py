@@ -1,4 +1,4 @@
-"""Counters beside the committed baseline: none may rise.
+"""Counters compared with the committed baseline: none may rise.
 
     pytest benchmarks --gate
 

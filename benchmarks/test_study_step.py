@@ -1,4 +1,4 @@
-"""A training step of the study's two networks, NC1-NC4 as a share of an epoch, and the paper's hours.
+"""Training steps of the study's two networks, NC1-NC4 as a share of an epoch, and the paper's hours.
 
     pytest benchmarks/test_study_step.py --full --record FILE
 

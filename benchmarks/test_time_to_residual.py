@@ -1,12 +1,12 @@
-"""Time to a residual: Picard, Anderson and Broyden beside torchdeq's, each until the worst sample is good enough.
+"""Time to a residual: Picard, Anderson and Broyden compared with torchdeq's, each until the worst sample meets it.
 
     pytest benchmarks/test_time_to_residual.py --full --record FILE [--run RUN --data-root DATA]
 
-docs/pages/choosing.md says what is compared. A time counts only where the returned value, put into f in float64, has a
-relative residual within the tolerance in every sample; torchdeq's own word is not taken. On trained cells deqfast's
-default solvers run with kernel="torch" too. deqfast returns a sample's first iterate within the tolerance; torchdeq
-goes on with all until one iterate of the whole batch is within it, so its finished samples end nearer to the solution,
-and may leave it again.
+docs/pages/solvers-measured.md describes the comparison. A time counts only if the returned value, put into f in
+float64, has a relative residual within the tolerance in every sample; torchdeq's own claim does not count. On trained
+cells deqfast's default solvers also run with kernel="torch". deqfast returns a sample's first iterate within the
+tolerance. torchdeq continues with all samples until one iterate of the whole batch is within it. Its finished samples
+therefore end nearer to the solution, and may leave it again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHOWN_PROVIDERS = ("deqfast picard", "deqfast anderson m=6", f"deqfast broyden n
 
 
 def race(board, problem, on_torch):
-    """Keep the rows of a problem: a solver's answer is judged, not required."""
+    """Keep the rows of a problem. A wrong answer is recorded, and does not fail the test."""
     pytest.importorskip("torchdeq")
     compared = providers(on_torch)
     rows = [row for tol in TOLERANCES for row in measure(problem, compared, tol, ROUNDS)]

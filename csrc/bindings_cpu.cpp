@@ -1,5 +1,5 @@
-// The modules deqfast._C_cpu and _C_cpu_avx512: importing one registers the CPU kernels; it tells how they were built.
-// In the limited API of Python: one object serves every Python from 3.10 on, as it serves every torch from 2.11 on.
+// The modules deqfast._C_cpu and _C_cpu_avx512. Importing one registers the CPU kernels; build_info says how they were
+// built. With Python's limited API, one object serves every Python from 3.10 on and every torch from 2.11 on.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -19,8 +19,8 @@
 
 namespace {
 
-// Ask for 2 MB pages where Linux leaves the choice to the program: a solve's history is fresh memory, and taking it
-// up 4 KB at a time costs a third of a long Broyden solve. Advice only: a refusal changes nothing but the speed.
+// Ask for 2 MB pages if Linux leaves the choice to the program. A solve's history is fresh memory, and mapping it in
+// pages of 4 KB costs a third of a long Broyden solve. Advice only: a refusal changes nothing but the speed.
 PyObject* advise_huge_pages(PyObject*, PyObject* arguments) {
   unsigned long long address;
   Py_ssize_t bytes;
@@ -33,7 +33,7 @@ PyObject* advise_huge_pages(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// "without_cuda": the reason why the CUDA kernels were not built too; empty: they were.
+// "without_cuda": the reason why the CUDA kernels were not built too; empty if they were.
 PyObject* build_info(PyObject*, PyObject*) {
   return Py_BuildValue("{s:s,s:s,s:s,s:K}", "compiler", __VERSION__, "sources", DEQFAST_SOURCES, "without_cuda",
                        DEQFAST_WITHOUT_CUDA, "torch_target_version", TORCH_TARGET_VERSION);

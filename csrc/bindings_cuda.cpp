@@ -1,4 +1,4 @@
-// The module deqfast._C_cuda: importing it registers the CUDA kernels; it tells how they were built.
+// The module deqfast._C_cuda. Importing it registers the CUDA kernels; build_info says how they were built.
 #include <Python.h>
 #include <cuda_runtime_api.h>
 

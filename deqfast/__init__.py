@@ -19,6 +19,7 @@ from .cells import (
 from .diagnosis import Diagnosis, diagnose
 from .execution.export import package_options
 from .execution.one_launch import fc_fixed_point
+from .find_fixed_points import FixedPoints, find_fixed_points
 from .fixed_point import fixed_point, root
 from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory
@@ -42,6 +43,7 @@ __all__ = [
     "DEQBlock",
     "Diagnosis",
     "FCCell",
+    "FixedPoints",
     "Groups",
     "Implicit",
     "JFB",
@@ -63,6 +65,7 @@ __all__ = [
     "backends",
     "diagnose",
     "fc_fixed_point",
+    "find_fixed_points",
     "fixed_point",
     "neural_collapse",
     "package_options",
@@ -74,7 +77,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the metric where it is asked for, as `deqfast.metrics` does."""
+    """Import the metric when it is first used, as `deqfast.metrics` does."""
     if name == "NeuralCollapse":
         return metrics.NeuralCollapse
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

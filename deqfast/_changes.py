@@ -70,7 +70,7 @@ def _changes_with_calls(module: nn.Module) -> bool:
 def difference(plan: Plan) -> float | None:
     """Largest difference between two evaluations at f(z0), relative to a sample's value; 0 if rounding explains it.
 
-    Not at z0, which may be zeros: dropout leaves zeros as they are. None if the cell cannot be tried.
+    The point is f(z0), since z0 may be zeros, which dropout leaves as they are. None if the cell cannot be evaluated.
     """
     if not can_cancel(plan.cell) or is_cached(plan.cell):
         return None

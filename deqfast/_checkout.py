@@ -1,7 +1,7 @@
-"""The way to the Triton kernels from a checkout.
+"""Path to the Triton kernels of a checkout.
 
-They live in ../kernels and are installed as deqfast.kernels. A run from the checkout, without an install, finds them
-through the package's path, which is to be extended before anything imports them.
+They are in ../kernels and are installed as deqfast.kernels. A run from the checkout, without an install, finds them
+through the package's path. The path must be extended before anything imports the kernels.
 """
 
 import sys

@@ -45,7 +45,7 @@ def warn(text: str) -> None:
 
 @dataclass
 class _Counts:
-    """Number of samples of a solve with each of the statuses `asked`. On a GPU it is valid after the event."""
+    """Number of samples of a solve with each of the statuses `asked`; on a GPU, valid after the event."""
 
     asked: list[Status]
     numbers: Tensor
@@ -58,8 +58,8 @@ class Notice:
 
     Args:
         kind: "forward" or "backward".
-        more: what reports every solve, and how to silence this.
-        expected: statuses that are not warned of.
+        more: which options report every solve, and silence this warning.
+        expected: statuses that cause no warning.
     """
 
     def __init__(self, kind: str, more: str = OF_BLOCKS, expected: Iterable[Status] = ()) -> None:

@@ -1,4 +1,4 @@
-"""DEQBlock: a deep equilibrium layer for anyone's model."""
+"""DEQBlock: a deep equilibrium layer for any model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _callable_or_none(name: str, value: Any) -> Any:
     return value
 
 
-# What an assignment makes of an option's value, in the constructor and later.
+# Conversion of an option's value, in the constructor and in later assignments.
 _TAKEN: dict[str, Callable[[Any], Any]] = {
     "solver": as_solver,
     "eval_solver": lambda solver: None if solver is None else as_solver(solver),
@@ -70,50 +70,48 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     Args:
         cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
-        solver: "broyden", "anderson", "picard", "auto" (rtol=1e-3, max_iter=20, "auto": 200) or a solver
-            object.
+        solver: "broyden", "anderson", "picard", "auto" (rtol=1e-3, max_iter=20, "auto": 200) or a solver object.
         adjoint: "jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled" or an adjoint object.
         init: x -> z0; None: see above.
-        groups: the samples of calls that give none, see ``forward``.
+        groups: groups of calls that give none, see ``forward``.
         scale: the typical sizes of the tensors of z, see ``solve``.
-        per_sample: which tensors of x have one row per row of z, a tree like x of True and False. They lose rows by
-            `drop_converged`, and in the gradient a healthy row takes the place of one whose sample broke down. None:
-            every dense tensor with as many rows as z, but for parameters. A square matrix in an x of several leaves
-            counts only in its rows that are not finite, and is not cut.
+        per_sample: which tensors of x have one row per row of z: a tree like x of True and False. Those tensors lose
+            rows by `drop_converged`. In the gradient, a healthy row replaces each row whose sample broke down. None:
+            every dense tensor with as many rows as z, except parameters. A square matrix in an x of several leaves is
+            then never cut, and only its rows that are not finite are replaced.
         eval_solver: solver of evaluation mode; None: `solver`.
-        stop_fn: a rule that ends samples too, see ``solve``.
+        stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         sync_every: iterations between looks at whether all samples are done, see ``solve``.
-        drop_converged: give the cell the rows of z and x of running samples only, see ``solve``. It must treat every
-            sample by itself.
-        cuda_graph: capture the forward solve in CUDA graphs, one per `sync_every` iterations, and replay them; True,
-            or "whole" for one graph that the device leaves by itself (torch 2.14.1 can). See ``execution.cuda_graph``.
+        drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
+            samples independently.
+        cuda_graph: capture the forward solve in CUDA graphs, one per `sync_every` iterations, and replay them. True,
+            or "whole" for one graph in which the device ends the loop (torch 2.14.1 can). See ``execution.cuda_graph``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
-            solver and shape of a sample. Takes seconds at the first call. Not under torch.func. True, or "forward" to
-            leave the backward solve of ``Implicit`` as it is, for a cell whose gradient torch.compile does not take.
+            solver and shape of a sample. This takes seconds at the first call. Not under torch.func. True, or
+            "forward" for the forward solve only, if torch.compile cannot compile the cell's gradient.
         trace: record the residual of each sample's best iterate so far, after every evaluation, in ``Solution.trace``.
-        warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
-            are inconsistent, see ``Status``; not of those that the rounding of f has stalled. On a GPU it is said one
-            call late, so that nothing waits. The first call in training mode also looks for a cell that is another
-            function at every call, by its modules, else by three evaluations, which hooks and counters see.
+        warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
+            and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
+            warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
+            cell changes between calls: by its modules, else by three evaluations, which hooks and counters see.
 
     Attributes:
         solver, eval_solver, adjoint, kernel, sync_every, drop_converged, groups, stop_fn, init, scale, trace: as
-            above, objects for names; assignments are checked as arguments are.
+            above, with objects instead of names. Assignments are checked like arguments.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
-        TypeError, ValueError: at construction, for an unknown name, a value out of range or a combination that cannot
-            be served, naming the argument; at a call, for a start that is not finite, or a cell that returns another
-            shape.
-        RuntimeError: at a call, if a kernel asked for by name cannot serve.
+        TypeError, ValueError: at construction, a name is unknown, a value is out of range, or options cannot be
+            combined. In a call, z0 has NaN or infinity, or the cell returns another shape. The text names the argument.
+        RuntimeError: in a call, if a kernel chosen by name cannot run.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.FCCell(in_features=3, features=8), solver="anderson", adjoint="implicit")
         >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), block, torch.nn.Linear(8, 1))
         >>> model(torch.randn(16, 5)).square().mean().backward()
 
-        What happened in a solve:
+        The outcome of a solve:
 
         >>> z, solution = block(torch.randn(4, 3), return_solution=True)
         >>> z.shape, solution.converged.tolist()
@@ -164,7 +162,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     @classmethod
     def _keywords_elsewhere(cls) -> dict[str, str]:
-        """How to give what is a setting of a solver or an adjoint; `solver` itself is an option of the block."""
+        """What to write instead of a setting of a solver or an adjoint."""
         found = settings_of("adjoint", ADJOINTS) | settings_of("solver", SOLVERS)
         return {name: place for name, place in found.items() if name != "solver"}
 
@@ -190,21 +188,22 @@ class DEQBlock(ChecksKeywords, nn.Module):
         """Solve for x; gradients pass to x and to the cell's parameters, with ``Unrolled`` also to z0.
 
         Args:
-            x: what the cell takes, any pytree; tensors with a row per row of z are its samples, see `per_sample`.
+            x: the cell's second argument, any pytree. Its tensors with a row per row of z are the samples, see
+                `per_sample`.
             z0: start of the iteration; None: see the class.
             return_solution: return the Solution too.
-            groups: for a cell that couples rows of z: the sample of each, or "batch", see ``solve``; or ``Groups``, so
-                that repeated calls do not wait for the device.
+            groups: for a cell that couples rows of z: the sample of each, or "batch", see ``solve``. ``Groups`` spare
+                repeated calls a wait for the device.
 
         Returns:
-            z*, a tree like z0; with `return_solution` (z*, Solution).
+            `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
         """
         z0 = self._initial_state(x) if z0 is None else z0
-        # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() is true for other threads too.
+        # Tested in this frame, which runs uncompiled if dynamo gives up. is_compiling() is true for other threads too.
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
-        # What dynamo gave up once, such as this frame within a transform, it gives up for every block from then on, and
-        # would compile the solve in parts.
+        # If dynamo once gives up a frame, such as this one within a transform, it gives it up for every block from then
+        # on, and would compile the solve in parts.
         run = partial(untraced, self._run) if is_given_up() else self._run
         try:
             value, solution = run(x, z0, groups, return_solution)
@@ -216,7 +215,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def _run(
         self, x: Any, z0: Any, groups: Groups | Tensor | str | None, return_solution: bool = True
     ) -> tuple[Any, Solution]:
-        """Value and Solution of ``forward`` outside of traces by ``torch.compile``."""
+        """Value and Solution of ``forward``, if ``torch.compile`` does not trace it."""
         plan = self._plan(x, z0, groups)
         if plan.context != "eager":
             asked = given(plan, self.adjoint) + ["training mode"] * self.training
@@ -235,15 +234,15 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def trajectory(
         self, x: Any, at: Sequence[int], z0: Any = None, groups: Groups | Tensor | str | None = None
     ) -> list[Any]:
-        """Solve once for x, and return z* and states on the way, each with a gradient: for a loss of several states.
+        """Solve once for x, and return z* and earlier states, each with a gradient: for a loss of several states.
 
-        Runs the plain loop, without `drop_converged`, `cuda_graph`, `compile` and a cell's own ``fixed_point``. Each
-        state costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
+        This runs the eager loop, without `drop_converged`, `cuda_graph`, `compile` and the cell's own ``fixed_point``.
+        The gradient of each state costs as much as at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
 
         Args:
             x: see ``forward``.
-            at: ascending evaluations of the cell in this solve, counted from 1, so that 1 is z0. A sample that is done
-                before is given as its value.
+            at: ascending evaluations of the cell in this solve, counted from 1, so that 1 is z0. A sample that ends
+                earlier gives its value.
             z0: see ``forward``.
             groups: see ``forward``.
 
@@ -252,9 +251,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
             are those of the block's adjoint, taken at each.
 
         Raises:
-            TypeError, ValueError: `at` holds no such evaluations; the adjoint is ``Unrolled`` or ``Reversible``, which
-                run no solver, or ``SHINE``, which has the history of the end of a solve only; the call is within
-                torch.func, forward-mode AD or torch.export; else as ``forward``.
+            TypeError, ValueError: `at` is not as above. The adjoint is ``Unrolled`` or ``Reversible``, which run no
+                solver, or ``SHINE``, whose history exists only at the end of a solve. The call is within torch.func,
+                forward-mode AD or torch.export. Else as ``forward``.
 
         Examples:
             >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, relaxation=0.8))

@@ -1,4 +1,4 @@
-"""Fixed points and roots as functions, for people without modules and for torch.func."""
+"""Fixed points and roots as functions, without a module; they also work under torch.func."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .state.rows import per_row, rows_of
 from .torch_internals import pytree
 from .torch_internals.dynamo import is_exporting, untraced
 
-ROOTS = Auto(rtol=0, atol=1e-6)  # |g| as xitorch bounds it
-TINY = 1e-30  # of a length that divides
+ROOTS = Auto(rtol=0, atol=1e-6)  # xitorch too bounds |g| by 1e-6
+TINY = 1e-30  # least divisor
 
 
 class _Spread(nn.Module):
@@ -40,9 +40,9 @@ def fixed_point(
     return_solution: bool = False,
     **options: Any,
 ) -> Any:
-    """z* = f(z*, *args), differentiable in `args` and in the parameters that f holds.
+    """z* = f(z*, *args), differentiable in `args` and in the parameters of f.
 
-    In compiled code it runs as it is, between two graphs, which fullgraph=True refuses: a ``DEQBlock`` is part of one.
+    torch.compile runs it uncompiled between two graphs, so fullgraph=True refuses it; a ``DEQBlock`` is part of one.
 
     Args:
         f: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
@@ -52,14 +52,14 @@ def fixed_point(
         adjoint: how gradients are found, as for ``DEQBlock``.
         return_solution: return the Solution too.
         options: further ones of ``DEQBlock`` and of its call: kernel, sync_every, drop_converged, per_sample, trace,
-            stop_fn, scale, warn (which then warns at every call), groups.
+            stop_fn, scale, warn, groups. The warning comes at every call.
 
     Returns:
-        z*, a tree like z0; with `return_solution` (z*, Solution).
+        `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``DEQBlock``; TypeError for an option that it does not have, or that
-            means something to a block of many calls only: init, eval_solver, cuda_graph, compile.
+        TypeError, ValueError, RuntimeError: as ``DEQBlock``. TypeError for an unknown option, or for one that concerns
+            several calls of a block: init, eval_solver, cuda_graph, compile.
 
     Examples:
         The square root of a by Newton's iteration, and its derivative:
@@ -100,7 +100,7 @@ class _Signed(nn.Module):
         states, spec = pytree.tree_flatten(z)
         values = pytree.tree_leaves(value)
         if [v.shape for v in values] != [z.shape for z in states]:
-            return value  # which the solve refuses; a sum would broadcast it
+            return value  # the solve refuses this value; a sum would broadcast it
         signed = [z + per_row(sign, z).to(z.dtype) * v for z, v in zip(states, values, strict=True)]
         return pytree.tree_unflatten(signed, spec)
 
@@ -115,26 +115,26 @@ def root(
     return_solution: bool = False,
     **options: Any,
 ) -> Any:
-    """z* with g(z*, *args) = 0, differentiable in `args` and in the parameters that g holds.
+    """z* with g(z*, *args) = 0, differentiable in `args` and in the parameters of g.
 
-    It is the fixed point of f(z) = z + sign g(z), whose residual f(z) - z is sign g(z). Which sign serves depends on g:
-    plain iteration needs g to fall along itself for sign 1. The solvers that learn need it less.
+    It is the fixed point of f(z) = z + sign g(z), whose residual f(z) - z is sign g(z). The right sign depends on g.
+    Plain iteration with sign 1 needs g to decrease along its own direction. Broyden and Anderson need it less.
 
     Args:
         g: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
         z0: start of the iteration, a floating-point tensor (B, ...) or a pytree of them.
         args: tensors, pytrees of them, or anything else that g takes.
-        solver: of the forward solve, as for ``DEQBlock``; its tolerance should be an absolute one, since it bounds |g|.
+        solver: of the forward solve, as for ``DEQBlock``; choose an absolute tolerance, which bounds |g|.
         adjoint: how gradients are found, as for ``DEQBlock``.
-        sign: 1 or -1; None: of each row of z0 by a trial, at the cost of two evaluations of g.
+        sign: 1 or -1; None: found for each row of z0 by a trial, which costs two evaluations of g.
         return_solution: return the Solution too, whose residual is |g| if the tolerance is absolute.
         options: as for ``fixed_point``.
 
     Returns:
-        z*, a tree like z0; with `return_solution` (z*, Solution).
+        `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``fixed_point``; ValueError for another sign.
+        TypeError, ValueError, RuntimeError: as ``fixed_point``; ValueError if `sign` is not as above.
 
     Examples:
         >>> a = torch.tensor([[2.0], [5.0]], dtype=torch.float64, requires_grad=True)
@@ -166,7 +166,7 @@ def _solve_root(
 
 @torch.no_grad()
 def _falling(g: Callable[..., Any], z0: Any, args: tuple[Any, ...]) -> Tensor:
-    """Sign (N,) of the direction along g in which each row's |g| falls, by a difference at z0."""
+    """Sign (N,) with which a step along g reduces each row's |g|, by a finite difference at z0."""
     states, spec = pytree.tree_flatten(z0)
     values = Packing(z0).check_value(g(z0, *args))
     size = _dots(states, states).sqrt()
@@ -185,6 +185,6 @@ def _dots(a: list[Tensor], b: list[Tensor]) -> Tensor:
 def _solve(cell: nn.Module, z0: Any, x: tuple[Any, ...], return_solution: bool, options: dict[str, Any]) -> Any:
     groups = options.pop("groups", None)
     block = DEQBlock(cell, **options)
-    block._changes.evaluates = False  # which every call would do again
-    block.training = not is_exporting()  # an export takes none in training, and nobody else has this one
+    block._changes.evaluates = False  # every call would repeat its evaluations
+    block.training = not is_exporting()  # torch.export refuses a block in training; nobody else uses this one
     return block(x, z0, return_solution=return_solution, groups=groups)

@@ -1,4 +1,4 @@
-"""A penalty that keeps a cell's fixed point easy to find, and a measure of how easy it is."""
+"""Penalty on the Jacobian of a cell, and its spectral radius."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def jacobian_penalty(
 ) -> Tensor:
     """Hutchinson's estimate of |J|_F^2 / D, averaged over the samples; add it to a loss with a small weight.
 
-    It costs one evaluation of the cell and `probes` products with its Jacobian in z, which are differentiated in turn.
+    It costs one evaluation of the cell and `probes` products with its Jacobian in z, which can be differentiated again.
     The estimate is unbiased. Its relative standard deviation is about sqrt(2 / (B D probes)) for a dense J. Source: Bai
     et al., ICML 2021, equation 7.
 

@@ -18,22 +18,22 @@ class Status(IntEnum):
     """Ending of a sample's solve; `message` says it in a sentence.
 
     Attributes:
-        CONVERGED: the residual met the tolerance and is that of a fixed point, see ``Solver``.
+        CONVERGED: the residual met the tolerance at a fixed point, see ``Solver``.
         NONFINITE: f returned NaN or infinity.
-        STALLED: an f in bfloat16, float16 or TF32, or of a state in these, came to its rounding floor above the
-            tolerance.
-        INCONSISTENT: the residual met the tolerance in the solve, and did not when f was called again at the answer, as
-            the gradient needs it. Then f couples the samples, see `groups` of ``solve``, or is another function at
-            every call.
+        STALLED: the residual reached the rounding floor of f, above the tolerance. Only if f computes in bfloat16,
+            float16 or TF32, or the state has such a dtype.
+        INCONSISTENT: the residual met the tolerance in the solve, but not when f was called again at the answer for the
+            gradient. Then f couples the samples, see `groups` of ``solve``, or changes between calls.
         STOPPED: the caller's rule `stop_fn` ended the solve of the sample.
         MAX_ITER: f was called max_iter times, and no iterate met the tolerance.
-        ESCAPED: f was called max_iter times, and an iterate that ran away met the tolerance without being near a fixed
+        ESCAPED: f was called max_iter times. An iterate met the tolerance only because it had run away from every fixed
+            point.
             point.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))
         >>> deqfast.Status(int(solution.status[0])).message
-        'The residual met the tolerance, and is that of a fixed point.'
+        'The residual met the tolerance at a fixed point.'
         >>> bool((solution.status == deqfast.Status.CONVERGED).all())
         True
     """
@@ -53,7 +53,7 @@ class Status(IntEnum):
 
 
 _MESSAGES = {
-    Status.CONVERGED: "The residual met the tolerance, and is that of a fixed point.",
+    Status.CONVERGED: "The residual met the tolerance at a fixed point.",
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
     Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
@@ -74,24 +74,24 @@ class Solution:
     """Outcome of a solve for a batch of B samples, all without gradient.
 
     Attributes:
-        value: a tree like z0; per sample the iterate whose residual is reported: the converged one, else the finite one
-            of least |f(z) - z| + eps |f(z)|, else z0. A solver's value has no longer residual |f(z) - z| than z0, up to
-            rounding. For STOPPED, ``Unrolled`` and ``Reversible`` it is the last iterate.
+        value: a tree like z0. For each sample, the iterate whose residual is reported: the converged one, else the
+            finite one of least |f(z) - z| + eps |f(z)|, else z0. Up to rounding, its residual |f(z) - z| is at most
+            that at z0. For STOPPED, ``Unrolled`` and ``Reversible`` it is the last iterate.
         status: (B,) int8 of ``Status``.
-        iterations: (B,) int32, the values of f the sample used until its status was set.
+        iterations: (B,) int32, the evaluations of f until the sample's status was set.
         residual: (B,) the one of the next two that the solver judged by: residual_abs if its `rtol` is 0, else
             residual_rel.
-        residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / rtol) at `value`, in the solver's norm; over |f(z)| if atol is
-            0, which it is by default, or rtol is 0; infinite if f was never finite.
+        residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / rtol) at `value`, in the solver's norm. The denominator is
+            |f(z)| if atol or rtol is 0. Infinite if f was never finite.
         residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
             of the divided state.
         evaluations: calls of f in the solve, without the gradient's.
-        sample_evaluations: samples that these calls held, evaluations * B unless finished ones were left out.
-        trace: (evaluations, B) residual of the best iterate after every evaluation, or None where it was not asked for.
+        sample_evaluations: samples in all these calls: evaluations * B, less with `drop_converged`.
+        trace: (evaluations, B) residual of the best iterate after every evaluation; None if it was not recorded.
         trace_rel: the trace of ``residual_rel``, or None.
         trace_abs: the trace of ``residual_abs``, or None.
         transposed_inverse: maps v like z0 to an estimate of (I - J^T)^-1 v, J the Jacobian of f at `value`, from the
-            history of the solve; None where it was not kept.
+            history of the solve; None if it was not kept.
 
     Examples:
         >>> slope = torch.tensor([[0.5], [1.0]])

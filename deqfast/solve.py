@@ -44,34 +44,32 @@ def solve(
     """Solve z = f(z) for every sample of a batch, without gradient.
 
     The state is float32 (float64 if any of z0 is). A sample that is done is frozen; the answer for a sample does not
-    depend on the others. Residuals are right at any scale that the dtype holds; pairs of Anderson or Broyden whose
-    squares it does not hold (in float32 those shorter than 3e-16 or longer than 2e19) are left out of a step, which is
-    the plain fixed-point step where none is left.
+    depend on the others. Residuals are right at any scale that the dtype can represent. A step of Anderson or Broyden
+    leaves out pairs whose squares overflow or underflow (in float32, lengths outside 3e-16 to 2e19). If none remains,
+    it is the plain fixed-point step.
 
     Args:
         f: takes and returns the structure of z0; called under the caller's autocast state. Its argument is the solver's
-            own memory: it may neither be modified nor kept beyond the call.
+            own memory: f must neither modify it nor keep it after the call.
         z0: a floating-point or complex tensor (B, ...) or a pytree of them; dimension 0 is the batch. A complex number
             counts as two real ones.
         solver: a solver or the name of one, "broyden", "anderson" or "picard".
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
-        groups: for an f that couples rows of z, as a graph does its nodes: (N,) integers, the sample that each of the N
-            rows of z0 belongs to, from 0, in any order; or "batch", for one sample of all rows. Residual, history and
-            freezing are then those of such samples, whose number is the Solution's B. Samples are lengthened to the
-            longest with zeros, in memory and in time. ``Groups`` are made once for many solves. None: each row is a
-            sample, and f must not couple rows.
+        groups: for an f that couples rows of z, such as the nodes of a graph. (N,) integers from 0, the sample of each
+            of the N rows of z0, in any order; or "batch", for one sample of all rows. Residual, history and freezing
+            are then per such sample, and B in the Solution is their number. Samples are padded with zeros to the
+            longest. Reuse ``Groups`` for many solves. None: each row is a sample, and f must not couple rows.
         scale: the typical size of each tensor's numbers, in a tree like z0 (a tuple for a tuple), from 2^-60 to 2^60.
             Residuals and steps are those of the divided tensors: the larger its number, the less a tensor counts. Each
-            acts as the power of two nearest to it, which rounds nothing. None: the numbers are of one size.
-        stop_fn: rule of the caller's own next to the solver's. stop_fn(z, value, k) is given the iterate z, f(z) and
-            the number k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are,
-            STOPPED. It is asked about all samples, with z as the value of those that `drop_converged` leaves out, and
-            counts for those that run and have not converged. Nothing waits for the device. It may keep z, and must not
-            write to f(z).
+            is replaced by the nearest power of two, which avoids rounding. None: all numbers have one size.
+        stop_fn: a second rule that ends samples. stop_fn(z, value, k) is given the iterate z, f(z) and the number
+            k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are, STOPPED. It sees
+            all samples; those that `drop_converged` leaves out have z as their value. Only samples that run and have
+            not converged can be ended. Nothing waits for the device. It may keep z, and must not write to f(z).
         sync_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
-            the count comes one look late, so that the host never waits for the step it has just queued.
-        drop_converged: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is
-            then called as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
+            the host reads the count of the look before, so that it never waits for the step it has just queued.
+        drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
+            called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
@@ -79,9 +77,9 @@ def solve(
         Solution, whose `value` has the structure, dtypes and memory order of z0.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; z0 is not finite, naming its rows; f returns another shape
-            or works in place on its argument; stop_fn returns no such mask or writes to f(z).
-        RuntimeError: a kernel asked for by name cannot serve; z0 belongs to torch.func or forward-mode AD.
+        TypeError, ValueError: an argument is not as above. Or z0 is not finite; the text names its rows. Or f returns
+            another shape or works in place on its argument. Or stop_fn returns another mask or writes to f(z).
+        RuntimeError: a kernel chosen by name cannot run; z0 belongs to torch.func or forward-mode AD.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Anderson(rtol=1e-5))

@@ -1,4 +1,5 @@
-"""Balanced CIFAR (Table 1 of Sun & Shi, NeurIPS 2024): an explicit ResNet-18 beside its deep-equilibrium twin."""
+"""Balanced CIFAR (Table 1 of Sun & Shi, NeurIPS 2024): an explicit ResNet-18 compared with its deep-equilibrium
+twin."""
 
 import sys
 

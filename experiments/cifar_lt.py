@@ -1,4 +1,4 @@
-"""Imbalanced CIFAR (Table 2 of Sun & Shi, NeurIPS 2024): an explicit ResNet-18 beside its deep-equilibrium twin."""
+"""Long-tailed CIFAR (Table 2 of Sun & Shi, NeurIPS 2024): an explicit ResNet-18 compared with its equilibrium twin."""
 
 import sys
 

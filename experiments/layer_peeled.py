@@ -1,7 +1,8 @@
-"""Layer-peeled problems of Sun & Shi (NeurIPS 2024): their optima, and what the paper's theorems say of them.
+"""Layer-peeled problems of Sun & Shi (NeurIPS 2024): their optima, and the paper's theorems about them.
 
-Solves (7), (9) and (10) in float64, the linear DEQ through deqfast, and prints a verdict on each claim of Theorems 3.1
-and 4.1, Proposition 4.2 and the bounds (22) and (33). Results replace those of an earlier run in the same --out.
+The script solves (7), (9) and (10) in float64, the linear DEQ through deqfast. It prints a verdict on each claim of
+Theorems 3.1 and 4.1, Proposition 4.2 and the bounds (22) and (33). Results replace those of an earlier run in the same
+--out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def study(settings: PeeledSettings, out: Path) -> int:
-    """Solve, or with --report read what was solved; write the results and print them; 0."""
+    """Solve, or with --report read earlier solutions; write the results, print them and return 0."""
     prepare_out(out)
     if settings.report:
         result: Part = read_record(out / "layer_peeled.json", dict, "run it without --report")

@@ -1,4 +1,4 @@
-"""An example model as a fixed point, beside explicit twins: its arms under several seeds, then a table and a figure."""
+"""Example models as fixed points, next to explicit twins: arms under several seeds, then a table and a figure."""
 
 import argparse
 import sys
@@ -11,8 +11,7 @@ MODELS = ("cells", "graphs", "images", "restoration", "sudoku", "text")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train a model; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
-    Ctrl-C."""
+    """Train a model. The exit status is 0, 1 for an error (a line each), 2 for bad arguments, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s MODEL [options]")
     parser.add_argument("model", choices=MODELS, help="%(prog)s MODEL --help lists its options")
     words = list(sys.argv[1:] if argv is None else argv)

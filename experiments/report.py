@@ -1,8 +1,8 @@
-"""The report on finished runs: the paper's tables and figures beside ours, differences between arms, and the verdicts
-of the protocol.
+"""Report on finished runs: the paper's tables and figures next to ours, differences between arms, and the verdicts of
+the protocol.
 
-Folders are searched, with all below them, for the runs of cifar_balanced.py, cifar_lt.py and study.py. Written are
-report.html (one file with everything in it), report.md, and figures/ with every figure.
+The folders and everything below them are searched for runs of cifar_balanced.py, cifar_lt.py and study.py. The script
+writes report.html (one file with everything in it), report.md, and figures/ with every figure.
 """
 
 import argparse
@@ -11,7 +11,8 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Write a report; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
+    """Write a report; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
+    Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folder that holds runs, at any depth")
     parser.add_argument("--out", type=Path, help="folder for the report (default: report in the first of RUNS)")

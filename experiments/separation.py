@@ -1,6 +1,6 @@
-"""Experiments after Wu et al., "Separation and Bias of Deep Equilibrium Models" (NeurIPS 2024), beside exact checks.
+"""Experiments after Wu et al., "Separation and Bias of Deep Equilibrium Models" (NeurIPS 2024), with exact checks.
 
-What is finished under --out is left alone, so that a run that was cut off goes on by the same command. Written are a
+Finished units under --out are kept, so that an interrupted run continues with the same command. The script writes a
 record of every unit, report.md and report.html with a verdict on each claim, and figures/, in a folder of the preset.
 """
 
@@ -29,7 +29,7 @@ EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMA
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Checked):
-    """What separation.py takes."""
+    """Options of separation.py."""
 
     experiment: str = option("study", "which experiment", "all", choices=("all", *EXPERIMENTS))
     preset: str = option(

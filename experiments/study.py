@@ -1,8 +1,8 @@
-"""The runs of a study, resumed where they stopped, and a report: those of experiments/protocol.md, or those behind the
+"""Runs of a study, resumed where they stopped, and a report. The runs are those of experiments/protocol.md, or of the
 tables and figures of Sun & Shi (NeurIPS 2024).
 
-A run is what cifar_lt.py or cifar_balanced.py does for one arm of one setting; it gets a process and a folder of its
-own. Runs that are finished are left alone, and a run that fails does not stop the others.
+A run is what cifar_lt.py or cifar_balanced.py does for one arm of one setting. It has its own process and folder.
+Finished runs are kept, and a run that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runs.script import how_to_go_on, launched, told
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(Checked):
-    """What study.py takes beside the settings of its runs."""
+    """Options of study.py in addition to the settings of its runs."""
 
     table: str | None = option(
         "which runs", f"the paper's tables: {', '.join(TABLES)}, with commas between, or all", None
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
-    """The study's own options, and the tasks that they and the settings given for all runs amount to."""
+    """Parse the study's own options, and the tasks that result from them and the settings given for all runs."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--tune | --protocol | --table N,N --figure N,N] [--arms A,A] [--seeds N,N] [options]",
         description=__doc__,
@@ -106,8 +106,8 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
 
 
 def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The options that name each run, all arms of a seed together. StudyError where those given for all runs are not
-    the user's to choose, or nothing was chosen by --tune."""
+    """Options that name each run, all arms of a seed together. Raises StudyError if the user may not choose a setting
+    given for all runs, or if --tune has not chosen values yet."""
     if not (options.protocol or options.tune):
         chosen = settings_of(options.table, options.figure, options.dataset)
         each = product(map(int, options.seeds.split(",")), chosen, options.arms.split(","))
@@ -118,7 +118,7 @@ def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, An
 
 
 def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
-    """Write what the trials came to."""
+    """Write the results of the trials."""
     found = []
     for task in tasks:
         diverged = DIVERGED in failed.get(task, "")
@@ -126,7 +126,7 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
             values = {name: getattr(task.settings, name) for name in protocol.TUNED}
             overall = None if diverged else task.run.result.network.quantity("overall")
             found.append(protocol.Trial(task.settings.arm, **values, overall=overall))
-    with suppress(StudyError):  # where those that chose are not over
+    with suppress(StudyError):  # the trials that choose are not finished
         if len(found) < len(protocol.tuning().trials):
             print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}, which has all, stays")
             return
@@ -136,7 +136,7 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
 
 
 def run_study(options: StudyOptions, tasks: list[Task]) -> int:
-    """Run what is not finished, then report; the exit status."""
+    """Run the unfinished tasks, then report; return the exit status."""
     if options.spread:
         tasks = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
     conflicts = {task: conflict for task in tasks if (conflict := task.conflict())}

@@ -1,4 +1,4 @@
-"""Triton kernels: one module per op, each holding its jit kernels and the launcher that takes the op's arguments.
+"""Triton kernels: one module per op, with its jit kernels and the launcher that takes the op's arguments.
 
-``common`` and ``window`` hold what the solver steps share, ``config`` the launch configurations of all.
+The solver steps share ``common`` and ``window``. ``config`` has the launch configurations of all kernels.
 """

@@ -1,7 +1,7 @@
 """Jit helpers shared by the kernels of the solver steps.
 
-One program serves a sample. If the batch is too small to fill the GPU, S programs share the columns of a sample, and a
-step is three launches. *sums* (B, S) store numbers of their columns, *judge* (B,) adds these up and decides, *step*
+One program works on a sample. If the batch is too small to fill the GPU, S programs share the columns of a sample, and
+a step is three launches. *sums* (B, S) store numbers of their columns, *judge* (B,) adds these up and decides, *step*
 (B, S) moves the iterate. `p_numbers` points to the numbers of a sample, (COUNT, S) in the dtype of the state.
 
 The verdict on a sample says what the last launch does with its iterate: keep it as the best one, go back to the best
@@ -120,8 +120,8 @@ def sum_number(p_numbers, i, S, BLK: tl.constexpr):
 def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.constexpr = False):
     """Norms of f(z) - z and f(z), rows of D elements; gg and ff are their sums of squares.
 
-    The rows are read again for the largest magnitudes if these are the norms (`maximum`), or if a sum is not sound. If
-    a sum is not sound they are read once more, for the sums of squares of both over a scale. OF_NORMS: p_z and p_fz
+    The rows are read a second time for the largest magnitudes, if these are the norms (`maximum`) or a sum is not
+    sound. If a sum is not sound, a third pass sums the squares of both over a scale. OF_NORMS: p_z and p_fz
     point to norms of parts of f(z) - z and of f(z).
     """
     dtype: tl.constexpr = gg.dtype
@@ -224,7 +224,7 @@ def is_better(res_abs, size, best_abs, best_size, stall_floor):
 
 @triton.jit
 def status_of(finite, converged, stalled, has_met, last):
-    """Status of a sample after an evaluation. has_met: an iterate met the tolerance, though it has not converged."""
+    """Status of a sample after an evaluation. has_met: an iterate met the tolerance without having converged."""
     ended = tl.where(last, tl.where(has_met, constant("ESCAPED"), constant("MAX_ITER")), constant("RUNNING"))
     ended = tl.where(stalled & (has_met == 0), constant("STALLED"), ended)
     return tl.where(finite, tl.where(converged, constant("CONVERGED"), ended), constant("NONFINITE"))

@@ -1,4 +1,4 @@
-"""Launch configurations by shape and dtype, one place for every kernel.
+"""Launch configurations of all kernels, by shape and dtype.
 
 They are derived, not tuned: the kernels were timed on an H100 with these values only. A thread has at most 255
 registers. A multiprocessor has 65,536, enough for eight warps that use all of theirs. The widest load has 16 bytes.
@@ -109,7 +109,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def programs_per_sample(batch: int, size: int, device: torch.device) -> int:
-    """Two per multiprocessor in all. Fewer than three per sample do not pay for the extra launches.
+    """Two programs per multiprocessor in all. Fewer than three per sample do not pay for the extra launches.
 
     A multiprocessor may have room for one only. Then the programs run in two waves, and two per sample gain nothing.
     """

@@ -5,7 +5,7 @@ z and c in registers, and leaves when its last sample is done. Two arithmetics o
 
 - W float32, D <= 128: IEEE float32 products, without tensor cores.
 - W bfloat16, D <= 256: z is split into three bfloat16 parts, which hold its 24 bits. Three tensor-core products of
-  these are exact but for the accumulation.
+  these are exact except for the accumulation.
 
 c, z0, value (B, D) float32; W (D, D) float32 or bfloat16; status (B,) int8; iterations (B,) int32; residual (2, B).
 fc_vjp: grad * act'(pre), element by element, float32 or float64.

@@ -1,8 +1,8 @@
 """Launches of the solver steps, whose arguments are resolved once.
 
-At each launch Triton finds out which compiled kernel serves: by the dtypes of the tensors, by which addresses are
-multiples of 16, by the integers that it takes as constants. That takes longer than a short kernel runs. A ``Plan``
-holds the compiled kernels of a step. ``Plans`` keeps one for all steps that these kernels serve.
+At each launch Triton selects a compiled kernel: by the dtypes of the tensors, by whether their addresses are multiples
+of 16, and by the integers that are constants of the kernel. This takes longer than a short kernel runs. A ``Plan``
+keeps the compiled kernels of a step. ``Plans`` keeps one plan for all steps with the same kernels.
 """
 
 from collections.abc import Callable, Hashable
@@ -53,7 +53,7 @@ class Launch:
             return
         integers = (int(value) if isinstance(value, bool) else value for value in arguments)
         compiled = self._kernel[self._grid](*integers, **self._options)
-        if compiled is not None:  # the interpreter compiles nothing
+        if compiled is not None:  # else interpreted
             self._compiled = compiled[self._grid]
 
 
@@ -81,7 +81,7 @@ class Plans:
         self._plans: dict[Hashable, Plan] = {}
 
     def run(self, a: Any, *choices: Hashable) -> None:
-        """Run the step of `a`; `choices` are what else of `a` than the state's layout a plan depends on."""
+        """Run the step of `a`; besides the state's layout, a plan depends on the `choices`, values of `a`."""
         z = a.z
         offsets = [address % ALIGNMENT for address in map(Tensor.data_ptr, self._tensors(a))]
         key = (*choices, *offsets, z.shape, z.dtype, z.device)

@@ -39,6 +39,19 @@ if SEED := int(os.environ.get("DEQFAST_TEST_SEED", "0")):
     torch.manual_seed = lambda seed: seed_of_torch(seed + 1000 * SEED)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the suite in two processes if no tests are named; -n and --pdb decide otherwise.
+
+    Not in `addopts`: benchmarks must have the machine for themselves, and for a few tests the workers cost more than
+    they save.
+    """
+    option = config.option
+    whole = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    if whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
+        option.numprocesses, option.dist = 2, "worksteal"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreter computes both sides of a select, in numpy, which warns of the side that is not taken.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")

@@ -120,7 +120,7 @@ class TestDefinitions:
         big = torch.cat([toy.x[:1], 1e6 * torch.ones(2, 3, dtype=torch.float64)])
         z = block(big.requires_grad_(), z0=torch.tensor([[0.0], [1e6], [1e6]], dtype=torch.float64).expand(3, 4))
         off += 0.1
-        with pytest.raises(RuntimeError, match="steps back of Reversible end .+ off z0: take fewer steps than 10"):
+        with pytest.raises(RuntimeError, match="reversed steps of Reversible end .+ off z0: take fewer steps than 10"):
             z.sum().backward()
 
     def test_reversible_refuses_what_it_would_lose_and_needs_neither_x_nor_z0(self):

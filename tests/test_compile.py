@@ -562,5 +562,5 @@ class TestExport:
         assert same(program, model, x) and program.module()(x)[1][1] == Status.NONFINITE
 
     def test_a_trace_of_torch_jit_is_refused(self):
-        with pytest.raises(RuntimeError, match="torch.jit.trace would fix the length of a solve"):
+        with pytest.raises(RuntimeError, match="torch.jit.trace would fix the number of evaluations"):
             torch.jit.trace(Model().eval(), (torch.randn(4, 3),))

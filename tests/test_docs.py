@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from dataclasses import dataclass
@@ -84,6 +85,15 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs" / "pages").glob("*.md"))
 
 
+def test_the_notebook_is_made_of_its_page() -> None:
+    """The page's Python runs above; `python docs/notebook.py` writes the notebook."""
+    spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs" / "notebook.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.PAGE.with_suffix(".ipynb").read_text() == made.notebook(made.PAGE.read_text())
+
+
 def test_readme_fits_and_its_test_command_is_found() -> None:
     """CI runs what stands between the marker and the end of the block."""
     text = README.read_text()
@@ -91,4 +101,21 @@ def test_readme_fits_and_its_test_command_is_found() -> None:
     marked = re.search(r"^<!-- tests -->\n```bash\n(.*)\n```$", text, re.MULTILINE)
     assert marked is not None
     assert shlex.split(marked[1])[:3] == ["python3", "-m", "venv"]
-    assert text.count("<!-- numbers: solvers in short -->") == text.count("<!-- end of numbers -->") == 1
+    assert text.count("<!-- numbers: layers in short -->") == text.count("<!-- end of numbers -->") == 1
+
+
+def test_the_textbooks_code_on_the_page_is_what_the_benchmarks_time() -> None:
+    code = (ROOT / "benchmarks" / "harness" / "textbook.py").read_text()
+    function = code[code.index("def anderson(") :].partition("\n\n\n")[0]
+    assert function in (ROOT / "docs" / "pages" / "by-hand.md").read_text()
+
+
+def test_the_gains_of_readmes_first_screen_are_those_of_its_table() -> None:
+    text = README.read_text()
+    table = re.search(r"<!-- numbers: layers in short -->\n(.*?)\n\n", text, re.DOTALL)
+    assert table is not None
+    rows = [re.findall(r"([\d.]+)×", line) for line in table[1].splitlines()[2:]]
+    cpu, gpu = ([float(row[i]) for row in rows] for i in (0, 1))
+    first_screen = " ".join(text.partition("\n## ")[0].split())
+    assert f"[{min(cpu)} to {max(cpu)} times](#why-not-torchdeq)" in first_screen
+    assert f"{min(gpu)} to {max(gpu)} times on an H100" in first_screen

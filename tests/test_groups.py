@@ -121,7 +121,7 @@ def test_groups_of_the_block_serve_every_call():
         ("whole", TypeError, "got 'whole'"),
         (torch.zeros(3), TypeError, "got a tensor of torch.float32"),
         (torch.zeros(2, dtype=torch.int64), ValueError, r"groups must have shape \(3,\) on cpu, .* got \(2,\) on cpu"),
-        (torch.tensor([0, -1, 0]), ValueError, "from 0 and below its length 3, got -1"),
+        (torch.tensor([0, -1, 0]), ValueError, "from 0 to below its length 3, got -1"),
         (torch.tensor([0, 3, 0]), ValueError, "got 3"),
         (Groups(GROUPS), ValueError, "groups of 7 rows on cpu cannot serve a z0 of 3 rows"),
         (Groups("batch", 7), ValueError, "groups of 7 rows on cpu cannot serve a z0 of 3 rows"),

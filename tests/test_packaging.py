@@ -60,6 +60,7 @@ def test_wheel_contains_every_module(wheel):
     for folder in [ROOT / "deqfast", *(p for p in (ROOT / "deqfast").rglob("*") if p.is_dir())]:
         expected |= modules(folder, folder.relative_to(ROOT).as_posix())
     expected |= modules(ROOT / "kernels", "deqfast/kernels")
+    assert wheel.name.endswith("-py3-none-any.whl")
     assert len(expected) > 15
     assert expected <= names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"deqfast"}
@@ -103,7 +104,7 @@ def test_works_without_the_extension(wheel, tmp_path):
     ("variables", "message"),
     [
         ({"DEQFAST_BUILD": "gpu"}, "DEQFAST_BUILD must be auto, cpu, cuda or none, got 'gpu'"),
-        ({"DEQFAST_BUILD": "cpu", "CXX": "no-such-compiler"}, "no-such-compiler is not there: .* DEQFAST_BUILD=none"),
+        ({"DEQFAST_BUILD": "cpu", "CXX": "no-such-compiler"}, "no-such-compiler was not found: .* DEQFAST_BUILD=none"),
     ],
 )
 def test_a_build_that_cannot_be_is_an_error(source, variables, message):

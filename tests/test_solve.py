@@ -374,7 +374,7 @@ class TestKernels:
         with pytest.raises(RuntimeError, match="kernel='cpp' is not available: it fell off"):
             solve(problem.f, problem.z0, kernel="cpp")
         _warn_of_fallback.cache_clear()
-        with pytest.warns(UserWarning, match="'auto' takes the slower torch, for cpp: it fell off"):
+        with pytest.warns(UserWarning, match="'auto' falls back to the slower torch: cpp: it fell off"):
             automatic = solve(problem.f, problem.z0, kernel="auto")
         assert_same_solution(automatic, solve(problem.f, problem.z0, kernel="torch"))
 

@@ -1,1 +1,1 @@
-"""What the benchmark suites, the gate and the report share."""
+"""Common parts of the benchmark suites, the gate and the report."""

@@ -1,10 +1,10 @@
-"""Compile the Triton kernels ahead of time for GPUs that need not be there, and tabulate what their code needs.
+"""Compile the Triton kernels ahead of time, without a GPU, and tabulate the resources of their code.
 
     PYTHONPATH=benchmarks python -m harness.aot [--arch {80,86,90}] [--json FILE]
 
-One row per kernel, dtypes, window and architecture: registers, stack (a spill shows there), shared memory; barriers and
-16-byte global loads as they stand in PTX. Every case has a row of sm_90, and one of sm_80 or sm_86 by turns. Exits with
-1 when a row breaks a limit. Must run without TRITON_INTERPRET.
+There is one row per kernel, dtypes, window and architecture: registers, stack (which shows spills), shared memory;
+barriers and 16-byte global loads in PTX. Every case has a row of sm_90, and alternately one of sm_80 or sm_86. The exit
+status is 1 if a row exceeds a limit. Must run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from triton.compiler import ASTSource
 from deqfast.ops import ACTIVATIONS
 from deqfast.testing.states import METHODS
 
-MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
+MAX_BARRIERS = 320  # in the code: each of three sums of 32 pairs has two or three after the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 TWINS = (80, 86)  # their codes differ in the order of instructions and in a few registers
 BARRIER = re.compile(r"\bbar\.sync")
@@ -76,10 +76,10 @@ INTEGERS |= {"S", "stride", "max_iter", "maximum"}
 class Case:
     """A kernel specialised as a launcher would: `size` columns of dtype `state`, `window` pairs of dtype `history`.
 
-    The fully connected kernels: `method` is the activation and `history` the dtype of the weight.
-    The kernels of neural collapse: `size` columns of features of dtype `state`, `window` directions.
-    The norm kernels: `size` pixels of `window` channels in 8 groups, accumulated in `state`; y has the dtype
-    `history`, x and z that named by `method`.
+    For the fully connected kernels, `method` is the activation and `history` the dtype of the weight. For the kernels
+    of neural collapse, there are `size` columns of features of dtype `state` and `window` directions. For the norm
+    kernels, there are `size` pixels of `window` channels in 8 groups, accumulated in `state`; y has the dtype
+    `history`, x and z the dtype named by `method`.
     """
 
     kernel: str
@@ -118,7 +118,7 @@ class Row:
 
 
 def table() -> list[Case]:
-    """The windows that solvers use by default and the hardest of each padded window (4, 8, 16, 32)."""
+    """Cases: the default windows of the solvers, and the hardest of each padded window (4, 8, 16, 32)."""
     sizes = (("fp32", 8192), ("fp64", 8192), ("fp32", 65536), ("fp32", 1024), ("fp32", 8191), ("fp32", 63))
     cases = [Case("picard", state, size=size) for state, size in sizes]
     for window in (4, 8, 16, 32):
@@ -159,7 +159,7 @@ def table() -> list[Case]:
             for dtype in ("fp32", "bf16")
             for kernel in NORM_KERNELS
         ]
-    for kernel in NORM_KERNELS:  # more than fits on chip
+    for kernel in NORM_KERNELS:  # too large for the chip
         cases += [Case(kernel, dtype, dtype, 64, dtype, 4096) for dtype in ("fp32", "fp64")]
     for kernel in ("resid", "resid'"):  # the dtypes of autocast; rows that are not aligned
         cases += [Case(kernel, "fp32", "bf16", 64, "fp32", 1024), Case(kernel, "fp32", "fp32", 24, "fp32", 49)]
@@ -175,16 +175,16 @@ def table() -> list[Case]:
 
 
 def fits(case: Case, arch: int) -> bool:
-    """Whether `deqfast` would launch this on the architecture."""
+    """Return whether `deqfast` would launch this on the architecture."""
     if case.kernel != "fc":
         return True
     return case.size <= config.fc_features(DTYPES[case.history], SHARED_LIMIT[arch])
 
 
 def jobs(only: int | None = None) -> list[tuple[Case, int]]:
-    """What is compiled: every case for sm_90; for the twins the cases of each kernel by turns.
+    """Compilations: every case for sm_90; for the twins, the cases of each kernel alternately.
 
-    only: this architecture's.
+    only: restricts them to this architecture.
     """
     turns: Counter[str] = Counter()
     chosen = []
@@ -196,7 +196,7 @@ def jobs(only: int | None = None) -> list[tuple[Case, int]]:
 
 
 def specialise_collapse(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
-    """The same for the kernels of neural collapse."""
+    """As ``specialise``, for the kernels of neural collapse."""
     dtype = DTYPES[case.state]
     if case.kernel == "scatter":
         tile = config.scatter_config(case.window, dtype, aligned=case.size % 16 == 0)
@@ -212,7 +212,7 @@ def specialise_collapse(case: Case) -> tuple[triton.JITFunction, dict[str, objec
 
 
 def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig | config.TileConfig]:
-    """The jit function of a case, the values of its constexpr arguments, and its launch configuration."""
+    """Jit function of a case, the values of its constexpr arguments, and its launch configuration."""
     dtype = DTYPES[case.state]
     if case.kernel in ("sums", "means", "scatter"):
         return specialise_collapse(case)
@@ -236,7 +236,7 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
 
 
 def specialise_step(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
-    """The same for the steps of the solvers."""
+    """As ``specialise``, for the steps of the solvers."""
     dtype, history = DTYPES[case.state], DTYPES.get(case.history)
     if case.kernel == "picard":
         launch = config.picard_config(case.size, dtype)
@@ -263,7 +263,7 @@ def specialise_step(case: Case) -> tuple[triton.JITFunction, dict[str, object], 
 
 
 def one(case: Case) -> dict[str, object]:
-    """The argument D, which triton makes a constant of the code if it is 1."""
+    """Argument D, which triton makes a constant of the code if it is 1."""
     return {"D": 1} if case.size == 1 else {}
 
 

@@ -1,4 +1,4 @@
-"""Cases of the cost of a call: a DEQ layer whose cell is so small that what surrounds its evaluations is timed."""
+"""Cases of the cost of a call: a DEQ layer with a tiny cell, so that mostly the overhead around f is timed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cell(nn.Module):
 
 
 def layer_of(provider: str, cell: Cell, solver: type[Any], adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, z0) -> z with gradient; ``Skipped`` where torchdeq is missing."""
+    """(x, z0) -> z with gradient; raises ``Skipped`` if torchdeq is missing."""
     if provider == "DEQBlock":
         backward = deqfast.Implicit(solver(BACKWARD_TOL, EVALUATIONS)) if adjoint == "implicit" else adjoint
         return deqfast.DEQBlock(cell, solver(NEVER, EVALUATIONS), backward)
@@ -46,7 +46,7 @@ def layer_of(provider: str, cell: Cell, solver: type[Any], adjoint: str) -> Call
         raise Skipped("torchdeq is not installed")
     make = import_module("torchdeq" if provider == "torchdeq" else "deqfast.compat.torchdeq").get_deq
     name = NAMES[solver]
-    most = EVALUATIONS - (name == "broyden")  # which does not count its first evaluation
+    most = EVALUATIONS - (name == "broyden")  # it does not count its first evaluation
     settings: dict[str, Any] = {"f_solver": name, "f_max_iter": most, "f_tol": NEVER, "f_stop_mode": "rel"}
     if adjoint == "implicit":
         settings |= {"ift": True, "b_solver": name, "b_max_iter": most, "b_tol": BACKWARD_TOL, "b_stop_mode": "rel"}

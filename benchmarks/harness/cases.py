@@ -1,4 +1,4 @@
-"""The registry: what `pytest benchmarks` measures.
+"""Registry of the cases that `pytest benchmarks` measures.
 
 From the fully connected cell of the theory (D = 256) over ResNet-18's last stage (128, 8192) to states as large as
 MDEQ's (D = 65536); batches of 1 to 256.
@@ -22,6 +22,7 @@ from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transpose
 from .options import compact, compiled, compiled_solve, eval_solver, gradient, kinds, streaming
 from .rivals import dense, elementwise, rival_case
 from .solves import fc_case, solve_case
+from .textbook import textbook_case
 from .training import TOL, training_case
 
 BF16 = torch.bfloat16
@@ -38,7 +39,7 @@ GPU: dict[str, Any] = {"devices": ("cuda",)}
 
 
 def ops() -> Iterator[Case]:
-    """Steps of the solvers, windows full, Broyden's from pairs and from steps; the ops of the cells."""
+    """Steps of the solvers with full windows, Broyden's from pairs and from steps; ops of the cells."""
     for size in (FC, LAST_STAGE, ONE, MDEQ):
         yield step_case(None, *size)
         yield step_case("and2", *size, 6)
@@ -76,6 +77,7 @@ def rivals() -> Iterator[Case]:
             yield rival_case(solver, *size, elementwise)
 
 
+TEXTBOOK = [textbook_case(128, dim, tol) for dim in (256, 1024) for tol in (1e-3, 1e-5)]
 ANDERSON, BROYDEN, PICARD = deqfast.Anderson(TOL, 40), deqfast.Broyden(TOL, 40), deqfast.Picard(TOL, 40)
 SMALL_IMAGE = (32, 128, 4, 4)
 TRAINING = (
@@ -90,7 +92,7 @@ TRAINING = (
 
 
 def collapse() -> Iterator[Case]:
-    """Large features with --full alone: their pseudo-inverse takes minutes."""
+    """Metrics of features; large ones only with --full, because their pseudo-inverse takes minutes."""
     yield collapse_case(5000, 512, 10)
     yield collapse_case(50_000, 512, 10)
     yield collapse_case(50_000, 512, 10, classifier=False, **GPU)
@@ -135,7 +137,7 @@ CALLS = [
     for solver in (deqfast.Picard, deqfast.Anderson, deqfast.Broyden)
     for mode in ("no-grad", "jfb", "implicit")
 ]
-CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *CALLS, *rivals()]
+CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *CALLS, *rivals(), *TEXTBOOK]
 
 CELL = (2, 8, 4, 4)
 SMALL: list[Case] = [
@@ -151,6 +153,7 @@ SMALL: list[Case] = [
     fc_case(2, 32),
     solve_case(SOLVERS[1], CELL, "residual"),
     rival_case(SOLVERS[1], 3, 16, dense),
+    textbook_case(3, 16, 1e-3),
     training_case("residual", CELL, "jfb", ANDERSON),
     training_case("residual", CELL, "implicit", BROYDEN),
     training_case("fc", (3, 16), "jfb", PICARD),

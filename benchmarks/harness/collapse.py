@@ -1,4 +1,4 @@
-"""Cases of the neural-collapse metrics: NC1 to NC4 of features, beside the D x D pseudo-inverse."""
+"""Cases of the neural-collapse metrics: NC1 to NC4 of features, compared with the D x D pseudo-inverse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXACT = 1e-12
 
 
 def exact_nc1(features: Tensor, labels: Tensor, classes: int) -> float:
-    """tr(Sigma_W Sigma_B^+) / K: squared lengths of what is left of the samples, in the metric of Sigma_B^+."""
+    """tr(Sigma_W Sigma_B^+) / K: squared lengths of the samples minus their class means, in the metric of Sigma_B^+."""
     means = torch.zeros(classes, features.shape[1], dtype=features.dtype).index_add_(0, labels, features)
     means /= torch.bincount(labels, minlength=classes)[:, None]
     _, s, right = torch.linalg.svd((means - means.mean(0)) / classes**0.5, full_matrices=False)
@@ -41,7 +41,7 @@ def clusters(samples: int, dim: int, classes: int) -> tuple[Tensor, Tensor, Tens
 
 @functools.lru_cache(maxsize=2)
 def exact_of(samples: int, dim: int, classes: int, dtype: torch.dtype = torch.float32) -> float:
-    """NC1 of ``clusters`` that were rounded to `dtype`."""
+    """NC1 of ``clusters``, rounded to `dtype`."""
     features, labels, _ = clusters(samples, dim, classes)
     return exact_nc1(features.to(dtype).double(), labels, classes)
 
@@ -49,9 +49,9 @@ def exact_of(samples: int, dim: int, classes: int, dtype: torch.dtype = torch.fl
 def collapse_case(
     samples: int, dim: int, classes: int, dtype: torch.dtype = torch.float32, classifier: bool = True, **more: Any
 ) -> Case:
-    """``deqfast.neural_collapse`` of N features in D dimensions of K classes: NC1 to NC4, or NC1 with what it needs.
+    """``deqfast.neural_collapse`` of N features in D dimensions of K classes: NC1 to NC4, or NC1 by itself.
 
-    classifier: without one there is no NC3 and no NC4, and NC2 costs nothing beside NC1.
+    classifier: whether there is one. Without it NC3 and NC4 do not exist, and NC2 costs nothing compared with NC1.
     """
     kind = short(dtype)
 

@@ -1,7 +1,6 @@
-"""What the compiled code of the GPU kernels needs, without a GPU: registers, stack, shared memory, barriers.
+"""Resources of the compiled GPU kernels, found without a GPU: registers, stack, shared memory, barriers.
 
-The Triton kernels are compiled ahead of time by ``harness.aot``; the CUDA kernels are read from the extension
-as it was built.
+``harness.aot`` compiles the Triton kernels ahead of time. The CUDA kernels are read from the built extension.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from . import cuobjdump
 from .cuobjdump import Unavailable
 from .gate import Rows
 
-MEASURED = ("registers", "stack", "shared", "barriers")  # counters, each of an architecture: "registers sm_90"
+MEASURED = ("registers", "stack", "shared", "barriers")  # counters, each for an architecture: "registers sm_90"
 
 
 def ahead_of_time() -> list[dict[str, Any]]:
-    """The rows of ``harness.aot``, by a process of its own: interpreter and compiler exclude each other.
+    """Rows of ``harness.aot``, from a separate process: interpreter and compiler exclude each other.
 
-    Two minutes, or 10 s from cache.
+    Takes two minutes, or 10 s from cache.
     """
     if cuobjdump.CUOBJDUMP is None:
         raise Unavailable("no triton, or one without cuobjdump")
@@ -38,13 +37,13 @@ def ahead_of_time() -> list[dict[str, Any]]:
         target = Path(folder, "rows.json")
         command = [sys.executable, "-m", "harness.aot", "--json", str(target)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not target.exists():  # it fails also where a row has faults
+        if not target.exists():  # it also fails if a row has faults
             raise RuntimeError(f"aot compiled nothing: {result.stderr[-2000:]}")
         return json.loads(target.read_text())
 
 
 def triton_kernels() -> tuple[str, Rows]:
-    """The baseline's name, and a row per kernel and specialisation."""
+    """Name of the baseline, and a row per kernel and specialisation."""
     rows: Rows = {}
     for entry in ahead_of_time():
         case = entry["case"]
@@ -57,7 +56,7 @@ def triton_kernels() -> tuple[str, Rows]:
 
 
 def cuda_kernels() -> tuple[str, Rows]:
-    """The same of the built extension, for the architectures that it was built for; about 30 s."""
+    """As ``triton_kernels``, for the built extension and its architectures; takes about 30 s."""
     rows: Rows = {}
     for kernel in cuobjdump.cuda_kernels():
         row = rows.setdefault(kernel.name, {})

@@ -1,4 +1,4 @@
-"""Solvers on the classical problems: what each solves, in how many evaluations, and what it wrongly calls converged."""
+"""Solvers on the classical problems: which they solve, in how many evaluations, and their false claims."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .problems import Problem
 from .races import EVALUATIONS, SLACK, TOLERANCES, finite
 from .record import Row
 
-ROOT = 1e-4  # |F| of what counts as a root, in the largest element
-FALSE = 10.0  # times its tolerance has a residual that was wrongly called converged
+ROOT = 1e-4  # largest |F_i| of a root
+FALSE = 10.0  # a residual of more than this many tolerances was wrongly called converged
 
-# Name -> a solver from (rtol, max_iter, atol=...). One entry more is one column more.
+# Name -> a solver from (rtol, max_iter, atol=...). Each entry is a column.
 SOLVERS: dict[str, Callable[..., Any]] = {
     "Picard": deqfast.Picard,
     "Picard 0.1": partial(deqfast.Picard, relaxation=0.1),
@@ -37,13 +37,13 @@ SOLVERS: dict[str, Callable[..., Any]] = {
     "Broyden 0.1": partial(deqfast.Broyden, relaxation=0.1, history_size=50),
     "Auto": deqfast.Auto,
 }
-# These solve with a window of all their pairs: minutes for 1,000, half an hour for 2,000.
+# Their windows hold all pairs: this takes minutes for 1,000, half an hour for 2,000.
 SLOW = {"Broyden 0.1, all pairs": partial(deqfast.Broyden, relaxation=0.1)}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solver returns: its value (B, n), the status and evaluations of every sample."""
+    """Result of a solver: its value (B, n), the status and evaluations of every sample."""
 
     value: Tensor
     statuses: list[str]
@@ -54,12 +54,12 @@ Attempt = Callable[[Map, Tensor, float, float, int], Answer]  # (f, z0, rtol, at
 
 
 class Exhausted(Exception):
-    """f was called as often as it may be."""
+    """Raised when f was called the allowed number of times."""
 
 
 @dataclass
 class Counted:
-    """f (z may be one of numpy's), which counts its calls and keeps the argument of least |f(z) - z|."""
+    """f, also for arrays of numpy; it counts its calls and keeps the argument of least |f(z) - z|."""
 
     f: Map
     most: int
@@ -87,16 +87,16 @@ def by_deqfast(make: Callable[..., Any]) -> Attempt:
 
 
 def by_torchdeq(kind: Callable[..., Any]) -> Attempt:
-    """Of a batch all samples make as many evaluations."""
+    """Attempt by a solver of torchdeq, in which all samples of a batch make the same number of evaluations."""
 
     def attempt(f: Map, z0: Tensor, rtol: float, atol: float, most: int) -> Answer:
         run, max_iter = torchdeq_method(kind(rtol, most, atol=atol))
         counted, mode, tol = Counted(f, most, z0), "rel" if rtol else "abs", rtol or atol
-        run.keywords.pop("LBFGS_thres", None)  # its default keeps all
+        run.keywords.pop("LBFGS_thres", None)  # its default keeps all pairs
         try:
             value, _, info = run(counted, z0, max_iter=max_iter, tol=tol, stop_mode=mode)
             statuses = ["CONVERGED" if met else "MAX_ITER" for met in (info[f"{mode}_lowest"] < tol).tolist()]
-        except (Exhausted, RuntimeError):  # of a singular matrix
+        except (Exhausted, RuntimeError):  # raised for a singular matrix
             value, statuses = z0, ["ERROR"] * len(z0)
         return Answer(value, statuses, [counted.calls] * len(z0))
 
@@ -104,7 +104,7 @@ def by_torchdeq(kind: Callable[..., Any]) -> Attempt:
 
 
 def by_scipy(method: str) -> Attempt:
-    """scipy.optimize.root on one sample; if it gives up, its best argument."""
+    """Attempt by scipy.optimize.root on one sample; its best argument if it gives up."""
     from scipy.optimize import root
 
     def attempt(f: Map, z0: Tensor, rtol: float, atol: float, most: int) -> Answer:
@@ -116,13 +116,13 @@ def by_scipy(method: str) -> Attempt:
 
         options = {"xtol": atol, "maxfev": most} if method == "hybr" else {"fatol": atol, "maxiter": most}
         try:
-            with warnings.catch_warnings():  # of ill-conditioned matrices, of divisions by zero
+            with warnings.catch_warnings():  # ill-conditioned matrices, divisions by zero
                 warnings.simplefilter("ignore")
                 found = root(gap, z0[0].numpy(), method=method, options=options)
             value, status = torch.from_numpy(found.x).reshape(z0.shape), "CONVERGED" if found.success else "STOPPED"
         except Exhausted:
             value, status = counted.best, "MAX_ITER"
-        except (ValueError, ArithmeticError):  # of numbers that are not finite, of a singular Jacobian
+        except (ValueError, ArithmeticError):  # numbers that are not finite, a singular Jacobian
             value, status = counted.best, "ERROR"
         return Answer(value, [status], [counted.calls])
 
@@ -130,7 +130,7 @@ def by_scipy(method: str) -> Attempt:
 
 
 def attempts(with_scipy: bool, slow: bool) -> dict[str, Attempt]:
-    """The columns of a table: ``SOLVERS``, perhaps ``SLOW``, and the peers that are installed."""
+    """Columns of a table: ``SOLVERS``, with `slow` ``SLOW``, and the installed peers."""
     found = {name: by_deqfast(make) for name, make in (SOLVERS | SLOW if slow else SOLVERS).items()}
     if importlib.util.find_spec("torchdeq"):
         found |= {f"torchdeq {kind.__name__}": by_torchdeq(kind) for kind in (deqfast.Broyden, deqfast.Anderson)}
@@ -140,7 +140,7 @@ def attempts(with_scipy: bool, slow: bool) -> dict[str, Attempt]:
 
 
 def solve_equations(problem: Classical, attempt: Attempt) -> Row:
-    """F(x) = 0 as the fixed point of z + F(z) and of z - F(z): the better of the two, and the false claims of both."""
+    """Solve F(x) = 0 as the fixed point of z + F(z) and of z - F(z): the better result, and both false claims."""
 
     def outcome(sign: int) -> Row:
         answer = attempt(lambda z: z + sign * problem.map(z), problem.start[None], 0.0, 1e-8, 1000)
@@ -156,7 +156,7 @@ def solve_equations(problem: Classical, attempt: Attempt) -> Row:
 
 
 def in_tolerances(f: Tensor, z: Tensor, rtol: float, atol: float) -> Tensor:
-    """|f - z| / (atol + rtol |f|) of every sample (B,), also of numbers whose squares a float64 does not hold."""
+    """|f - z| / (atol + rtol |f|) of every sample (B,), also if squares overflow or underflow in float64."""
     gap = f - z
     scale = torch.maximum(f.abs(), gap.abs()).amax(1, keepdim=True).clamp_min(5e-324)
     gaps, sizes = ((each / scale).norm(dim=1) for each in (gap, f))
@@ -183,7 +183,7 @@ def solve_fixed_point(problem: Problem, attempt: Attempt, rtol: float, atol: flo
 
 @dataclass(frozen=True)
 class Part:
-    """One table. entries: its problems by name, each with what makes the row of an attempt."""
+    """One table. entries: its problems by name, each with the function that makes the row of an attempt."""
 
     title: str
     entries: Mapping[str, Callable[[Attempt], Row]]
@@ -191,7 +191,7 @@ class Part:
 
 
 def parts() -> Iterator[Part]:
-    """The tables, one after the other."""
+    """Tables, in their order."""
     systems = {f"{i} {one.name}": partial(solve_equations, one) for i, one in enumerate(EQUATIONS, 1)}
     yield Part("23 systems F(x) = 0, absolute tolerance 1e-8, 1,000 evaluations", systems, with_scipy=True)
 
@@ -214,7 +214,7 @@ def parts() -> Iterator[Part]:
 
 
 def cell(row: Row) -> str:
-    """The evaluations; why a problem is not solved; how many of several samples are not."""
+    """Text of a cell: the evaluations, why a problem is not solved, or how many of several samples are not."""
     if not row["missed"]:
         return str(row["evaluations"])
     text = row["status"] if row["samples"] == 1 else f"{row['evaluations']} ({row['missed']} missed)"
@@ -222,7 +222,7 @@ def cell(row: Row) -> str:
 
 
 def table(title: str, rows: list[Row]) -> str:
-    """Markdown: problem x solver, then how many are solved and how many wrongly called converged."""
+    """Markdown table of problems and solvers, then the numbers of solved ones and of false claims."""
     names, cases = (list(dict.fromkeys(row[key] for row in rows)) for key in ("provider", "case"))
     found = {(row["case"], row["provider"]): row for row in rows}
     of = [[row for row in rows if row["provider"] == name] for name in names]

@@ -1,7 +1,7 @@
-"""The small problems whose counters the gate compares: the same numbers on every machine and every torch.
+"""Small problems whose counters the gate compares: the same numbers on every machine and every torch.
 
-Iterations of the solves with a tolerance are counted on problems that stay clear of it, so that another processor's
-rounding changes no count (tests/benchmarks/test_gate.py checks that).
+Solves to a tolerance are counted on problems whose residuals are never close to it. Another processor's rounding then
+changes no count, as tests/benchmarks/test_gate.py checks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SOLVERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "anderson-m6-bf16": (deqfast.Anderson, {"history_dtype": torch.bfloat16}),
     "broyden-n12": (deqfast.Broyden, {"history_size": 12}),
 }
-# Problem -> tolerance of the solve: one that the residual of no iteration of no sample comes near, see ``CLEAR``.
+# Problem -> tolerance of the solve. No residual of any iteration and sample is close to it, see ``CLEAR``.
 SOLVED = {
     "picard": {"linear-0.5": 9.4e-4, "linear-0.9": 1.06e-3, "tanh": 8.4e-4, "non-normal": 7.1e-4, "sawtooth": 1e-3},
     "anderson-m6": {"linear-0.5": 1.41e-3, "linear-0.9": 1.49e-3, "tanh": 1.49e-3, "non-normal": 8.7e-4},
     "anderson-m6-bf16": {"linear-0.5": 1.41e-3, "linear-0.9": 1.49e-3, "tanh": 1.49e-3},
     "broyden-n12": {"linear-0.5": 7.5e-4, "linear-0.9": 7.6e-4, "tanh": 8e-4},
 }
-# How far from the tolerance all residuals are, as a ratio. In another order of the sums they differ by up to 0.3 %.
+# Least ratio of all residuals to the tolerance, or its inverse. Another order of the sums changes them by up to 0.3 %.
 CLEAR = 1.03
 
 
@@ -46,7 +46,7 @@ def solve_to_tolerance(solver: str, problem: str, trace: bool = False) -> deqfas
 
 
 def iterations(solver: str, problem: str) -> dict[str, int]:
-    """Counts of a solve to a tolerance; samples that did not converge may take fewer iterations, and are counted."""
+    """Counts of a solve to a tolerance. Samples that did not converge may take fewer iterations, and are counted."""
     solution = solve_to_tolerance(solver, problem)
     return {
         "evaluations": solution.evaluations,
@@ -56,7 +56,7 @@ def iterations(solver: str, problem: str) -> dict[str, int]:
 
 
 def full_solve(solver: str, trace: bool = False) -> dict[str, int]:
-    """``ITERATIONS`` iterations, whatever the residual: what one asks of torch outside f, and the memory."""
+    """Counts of ``ITERATIONS`` iterations at any residual: operations outside f per iteration, and memory."""
     kind, options = SOLVERS[solver]
     given = PROBLEMS["linear-0.9"](batch=BATCH, dim=DIM)
     rule = kind(NEVER, ITERATIONS, **options)
@@ -64,13 +64,13 @@ def full_solve(solver: str, trace: bool = False) -> dict[str, int]:
 
 
 def whole(call: Callable[[], Any], *without: str) -> dict[str, int]:
-    """Counters of a call, f included, but for those that depend on the processor or on torch's version."""
+    """Counters of a call, f included, except those that depend on the processor or on torch's version."""
     counters = vars(count(lambda f: call(), lambda: None, "cpu"))
     return {name: value for name, value in counters.items() if name not in without}
 
 
 def block_step(make: Callable[[], Any], shape: tuple[int, ...], adjoint: str, *without: str) -> dict[str, int]:
-    """Forward and backward of a DEQBlock; the gradients are given back at once."""
+    """Forward and backward of a DEQBlock; the gradients are freed immediately."""
     torch.manual_seed(0)
     block = deqfast.DEQBlock(make(), deqfast.Anderson(NEVER, 8), adjoint, kernel=KERNEL)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -83,7 +83,7 @@ def block_step(make: Callable[[], Any], shape: tuple[int, ...], adjoint: str, *w
 
 
 def fc_fixed_point() -> dict[str, int]:
-    """Forward and backward."""
+    """Counters of a forward and backward pass."""
     generator = torch.Generator().manual_seed(0)
     weight = (0.05 * torch.randn(64, 64, generator=generator)).requires_grad_()
     c = torch.randn(BATCH, 64, generator=generator).requires_grad_()
@@ -117,7 +117,7 @@ CASES: dict[str, Callable[[], dict[str, int]]] = {
 
 
 def measure(case: str) -> dict[str, int]:
-    """The counters of one of ``CASES``; RuntimeError without the C++ kernels, which are what is counted."""
+    """Counters of one of ``CASES``; raises RuntimeError without the C++ kernels, which are counted."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,6 @@
-"""Exact counts of what a call asks of torch: operations, waits of the host, allocations, memory at its highest.
+"""Exact counts for a call: operations of torch, waits of the host, allocations, and the peak memory.
 
-They are the same on every run of the same versions, whatever else the machine does.
+They are equal in every run with the same versions, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
 
-# The profiler tells of each of its steps, and of the GPU that is not there, on the terminal; 99: it keeps silent.
+# The profiler reports its steps and the missing GPU on the terminal; 99 silences it.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# Operations that run nothing on the device, beside the views.
+# Operations that run nothing on the device, in addition to views.
 _NOTHING = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_unsafe_view"}
-# Operations after which, on a GPU, the host waits for a value: one to return, the size of a result, or the success of a
-# factorisation.
+# Operations after which, on a GPU, the host waits for a value: to return it, for the size of a result, or for the
+# success of a factorisation.
 _WAITS = {
     "_local_scalar_dense",
     "equal",
@@ -48,9 +48,9 @@ _READS = (Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__)
 
 @dataclass(frozen=True)
 class Counters:
-    """operations, host_waits: outside f; allocations, peak_bytes: of the whole call, by torch's allocator.
+    """operations, host_waits: counted outside f. allocations, peak_bytes: of the whole call, by torch's allocator.
 
-    host_waits: how often the host would wait on a GPU; what is copied by ``Tensor.to`` counts on a GPU only.
+    host_waits: how often the host would wait on a GPU. Copies by ``Tensor.to`` count on a GPU only.
     """
 
     operations: int
@@ -60,9 +60,9 @@ class Counters:
 
 
 def waits(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether the host waits for the operation `name` of torch on a GPU."""
+    """Return whether the host waits for the operation `name` of torch on a GPU."""
     if name in ("index", "index_put", "index_put_"):
-        filled = name != "index" and not args[2].dim()  # with a number, without looking for the places
+        filled = name != "index" and not args[2].dim()  # with a number, the positions need not be read
         return not filled and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
@@ -86,7 +86,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Adds what the dispatcher does not see: reading a tensor that is on the host already."""
+    """Mode that counts reads of tensors that are already on the host, which the dispatcher does not see."""
 
     def __init__(self, counted: _Operations) -> None:
         super().__init__()
@@ -99,9 +99,9 @@ class _Reads(TorchFunctionMode):
 
 
 def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any], device: str) -> Counters:
-    """What `call(f)` asks for, operations in f left out; a first call, which may set things up, is not counted.
+    """Counters of `call(f)` without the operations in f. A first call, which may set things up, is not counted.
 
-    device: whose memory is counted, "cpu" or "cuda".
+    device: the device whose memory is counted, "cpu" or "cuda".
     """
     call(f)
     mode = _Operations()
@@ -119,9 +119,9 @@ def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any], devi
 
 
 def launched(call: Callable[[], Any]) -> tuple[int, int] | None:
-    """Kernels and copies that a call launches on the GPU, a graph counting as one, and how often the host waits.
+    """Kernels and copies that a call launches on the GPU, with a graph as one, and how often the host waits.
 
-    None where the profiler may not look.
+    None if the profiler is not allowed to look.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
@@ -135,10 +135,10 @@ def launched(call: Callable[[], Any]) -> tuple[int, int] | None:
 
 
 def memory(call: Callable[[], Any], device: str) -> tuple[int, int]:
-    """Allocations of a call, and how many bytes beyond those held before it needed at once; `device` as for `count`."""
+    """Allocations of a call, and its peak memory in bytes above the memory before; `device` as for `count`."""
     if device == "cuda":
         return _cuda_memory(call)
-    deqfast.release_memory()  # or the call would find what an earlier one has left
+    deqfast.release_memory()  # else the call would find memory of an earlier one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -146,7 +146,7 @@ def memory(call: Callable[[], Any], device: str) -> tuple[int, int]:
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    del result  # until here, so that what it holds is not given back while counting
+    del result  # only now, so that its memory is not freed while counting
     return sum(event.nbytes() > 0 for event in events), peak
 
 

@@ -1,6 +1,6 @@
-"""The code of the compiled CUDA kernels: what each asks of a GPU, read with the disassembler that comes with triton.
+"""Code of the compiled CUDA kernels: their resources on a GPU, read with the disassembler that comes with triton.
 
-PYTHONPATH=benchmarks python -m harness.cuobjdump    prints a table of the built extension
+PYTHONPATH=benchmarks python -m harness.cuobjdump    prints a table for the built extension
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deqfast import _extension
 
 
 def find_cuobjdump() -> Path | None:
-    """Path of the tool; None where this triton does not bring it."""
+    """Path of the tool; None if this triton does not include it."""
     spec = importlib.util.find_spec("triton")
     tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
     return tool if tool and tool.is_file() else None
@@ -31,18 +31,18 @@ def find_cuobjdump() -> Path | None:
 
 CUOBJDUMP = find_cuobjdump()
 THREADS = 256  # of a block of the steps
-STEPS = ("picard_", "multisecant_")  # kernels whose order of loads is looked at
+STEPS = ("picard_", "multisecant_")  # kernels whose order of loads is examined
 
 
 class Unavailable(Exception):
-    """No compiled kernels can be looked at here, for the reason given."""
+    """Raised if no compiled kernels can be examined here, with the reason."""
 
 
 def read_once(code: bytes, read: Callable[[], Any]) -> Any:
-    """What `read` finds in this compiled code, as JSON holds it: code that several processes look at is read once.
+    """Result of `read` for this compiled code, as JSON stores it. Several processes read the same code only once.
 
-    It is kept in the folder that DEQFAST_DISASSEMBLED names, under the hash of the code and the tools; without one it
-    is not kept.
+    It is kept in the folder that DEQFAST_DISASSEMBLED names, under the hash of the code and the tools. Without the
+    variable it is not kept.
     """
     folder = os.environ.get("DEQFAST_DISASSEMBLED")
     if not folder:
@@ -60,10 +60,10 @@ def read_once(code: bytes, read: Callable[[], Any]) -> Any:
 class CompiledKernel:
     """A kernel of the extension on one architecture.
 
-    registers: per thread; stack: bytes per thread, in which spilled registers lie; shared: bytes per block; barriers,
-    wide_loads, wide_stores, short_stores: instructions in its code, of the latter those that load or store 16 bytes of
-    global memory, and those that store two; flights: of the solvers' steps, the bytes per thread of all loads from
-    global memory that are under way together, where one of 16 bytes is among them, in the order of the code.
+    registers: per thread. stack: bytes per thread, which include spilled registers. shared: bytes per block. barriers:
+    instructions in its code. wide_loads, wide_stores: instructions for 16 bytes of global memory. short_stores: those
+    for two bytes. flights, for steps of the solvers: bytes per thread of loads from global memory that are under
+    way at the same time. They are in the order of the code, and one load of each has 16 bytes.
     """
 
     name: str
@@ -79,17 +79,17 @@ class CompiledKernel:
 
     @property
     def in_flight(self) -> list[int]:
-        """The flights' bytes on a multiprocessor of sm_90: 65536 registers, 2048 threads, 227 KiB of shared memory.
+        """Bytes of each flight per multiprocessor of sm_90: 65536 registers, 2048 threads, 227 KiB of shared memory.
 
-        Where blocks of 512 threads fit, a single one has as many as two of 256.
+        If blocks of 512 threads fit, a single one has as many as two of 256.
         """
-        registers = -(-self.registers // 8) * 8 * THREADS  # given out by eight
+        registers = -(-self.registers // 8) * 8 * THREADS  # allocated in units of eight
         blocks = min(65536 // registers, 2048 // THREADS, 227 * 1024 // (self.shared + 1024))
         return [blocks * THREADS * flight for flight in self.flights]
 
 
 def demangle(names: list[str]) -> dict[str, str]:
-    """{name: as it is written in the source, without namespaces and parameters}; as it is without c++filt."""
+    """{name: its form in the source, without namespaces and parameters}; the name itself without c++filt."""
     tool = shutil.which("c++filt")
     if tool is None:
         return dict(zip(names, names, strict=True))
@@ -99,11 +99,11 @@ def demangle(names: list[str]) -> dict[str, str]:
 
 
 def cuda_kernels() -> list[CompiledKernel]:
-    """The kernels of the built extension, for every architecture it was built for; takes 30 s. Raises Unavailable."""
+    """Kernels of the built extension, for every architecture it was built for; takes 30 s. Raises Unavailable."""
     if _extension.cuda_module is None:
         raise Unavailable(f"no CUDA kernels: {_extension.cuda_reason}")
     if CUOBJDUMP is None or shutil.which("c++filt") is None:
-        raise Unavailable("no cuobjdump of triton's, or no c++filt")
+        raise Unavailable("triton's cuobjdump or c++filt is missing")
     path = Path(str(_extension.cuda_module.__file__))
     found = read_once(path.read_bytes(), lambda: [astuple(kernel) for kernel in _disassemble(str(path))])
     return [CompiledKernel(*kernel) for kernel in found]
@@ -160,14 +160,14 @@ def _instructions(path: str) -> tuple[list[Counter[tuple[str, str]]], dict[tuple
 
 
 class Loads:
-    """Loads from global memory under way, as one reads on through a kernel's code, whichever way it branches.
+    """Loads from global memory under way, at each line of a kernel's code, regardless of branches.
 
-    An instruction that names a register of a load waits for it, and for those issued before it. Where none is left a
+    An instruction that names a register of a load waits for it, and for those issued before it. When none is left, a
     flight has ended.
     """
 
     def __init__(self) -> None:
-        self.loading: list[tuple[range, int]] = []  # registers and bytes of each, in the order of issue
+        self.loading: list[tuple[range, int]] = []  # registers and bytes of each load, in the order of issue
         self.flights: list[int] = []
         self.most = 0
 

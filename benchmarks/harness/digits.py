@@ -1,4 +1,4 @@
-"""Cases of the options that training decides: layers of 64 units that learn to tell scikit-learn's 8x8 digits."""
+"""Cases of the options that affect training: layers of 64 units that classify scikit-learn's 8x8 digits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .entry import Case, Contender, check
 from .options import option
 from .record import Row
 
-ALL, IMAGES = 1797, 1500  # images, and how many of them are trained on; the others are told
+ALL, IMAGES = 1797, 1500  # all images, and how many of them are trained on; the others are for testing
 SOLVER = deqfast.Broyden(1e-3, 30)
 IMPLICIT = deqfast.Implicit(SOLVER)
 FEW = 3  # evaluations
-ON_THE_WAY = {2: 0.64, 4: 0.8}  # evaluation -> weight of its state's loss beside that of z*
+ON_THE_WAY = {2: 0.64, 4: 0.8}  # evaluation -> weight of its state's loss, relative to the loss of z*
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """The images (1797, 64), from 0 to 1, and their labels."""
+    """Images (1797, 64), from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -59,7 +59,7 @@ def learn(
     solver: Any = SOLVER,
     rate: float = 1e-2,
 ) -> tuple[Cell, nn.Linear]:
-    """The cell and its readout after so many steps of Adam; penalty: weight of ``jacobian_penalty``."""
+    """Cell and readout after `steps` steps of Adam; penalty: weight of ``jacobian_penalty``."""
     x, y = digits()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -83,9 +83,9 @@ def learn(
 def told(
     cell: Cell, readout: nn.Linear, x: Tensor, tol: float = 1e-3, most: int = 60, moves: float | None = None
 ) -> tuple[Tensor, Tensor, deqfast.Solution]:
-    """The digits that are told in x, z* and its solve.
+    """Digits predicted for x, z* and its solve.
 
-    moves: end samples whose output an evaluation moves by less, in Kullback-Leibler divergence.
+    moves: end samples whose output changes by less in an evaluation, in Kullback-Leibler divergence.
     """
     seen: list[Tensor] = []
 
@@ -100,7 +100,7 @@ def told(
 
 
 def digits_case(name: str, providers: dict[str, Row], steps: int = 400, seeds: int = 3, images: int = IMAGES) -> Case:
-    """Means over the seeds; providers: further arguments of ``learn`` and, in "told", of ``told``."""
+    """Case of means over the seeds; providers: further arguments of ``learn`` and, in "told", of ``told``."""
 
     def contender(provider: str, device: str) -> Contender:
         training = {key: value for key, value in providers[provider].items() if key != "told"}

@@ -1,4 +1,4 @@
-"""What a case of the benchmarks is, and what one of its providers hands over to be timed."""
+"""A case of the benchmarks, and what its providers return to be timed."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from .record import Row
 
 KERNELS = ("torch", "cpp", "triton", "cuda")
 GRAPHS = ("triton-graph", "cuda-graph")  # whole solves, captured in CUDA graphs
-ABSENT = {"cpu": ("triton", "cuda", *GRAPHS), "cuda": ("cpp",)}  # not asked for on that device
-# Code of others: where it misses what is asked, that is a finding about it, and none about deqfast.
+ABSENT = {"cpu": ("triton", "cuda", *GRAPHS), "cuda": ("cpp",)}  # not run on that device
+# Code of others: if its answer is wrong, this is a result about it, and no failure of deqfast.
 FOREIGN = ("torchdeq", "silva-networks", "pinv", "jaxopt", "optimistix")
 
 
 class Skipped(Exception):
-    """Nothing to measure here, for a reason that is no fault."""
+    """Raised if there is nothing to measure here, for a reason that is not a fault."""
 
 
 class Wrong(AssertionError):
-    """The answer is not what was asked for, so that its time says nothing."""
+    """Raised if the answer is wrong, so that its time says nothing."""
 
 
 @dataclass
 class Contender:
-    """A provider of a case, its answer checked.
+    """Provider of a case whose answer has been checked.
 
-    call: what is timed. f: as many calls of f as `call` makes, whose time is to be subtracted; None: nothing is.
-    facts: columns of its row that are known before any time is taken. verify: raises ``Wrong`` where timing has left
-    the state in which `call` does its full work. another: makes the same call on tensors of its own, where the call
-    needs no host, so that a GPU is timed without one.
+    call: the timed call. f: as many calls of f as `call` makes; their time is subtracted. None: nothing is. facts:
+    columns of its row that are known before timing. verify: raises ``Wrong`` if timing has left the state in which
+    `call` does its full work. another: makes the same call on other tensors, if the call needs no host, so that a GPU
+    is timed without one.
     """
 
     call: Callable[[], Any]
@@ -49,11 +49,11 @@ class Contender:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What is measured by every provider.
+    """A case, measured for every provider.
 
-    name: unique in its section and fit for ``pytest -k``. peers: the providers that gains are told against.
+    name: unique in its section and usable with ``pytest -k``. peers: the providers that gains are relative to.
     contender: (provider, device) -> the provider on "cpu" or "cuda"; raises ``Skipped`` or ``Wrong``. full: with
-    ``--full`` only; devices: where it is measured.
+    ``--full`` only. devices: where it is measured.
     """
 
     section: str
@@ -69,12 +69,12 @@ class Case:
 
 
 def crossed(shape: Sequence[int]) -> str:
-    """ "128x512x4x4"."""
+    """Sizes joined by "x", such as "128x512x4x4"."""
     return "x".join(map(str, shape))
 
 
 def kernel_of(provider: str, device: str) -> Kernel:
-    """The kernel of that name for tensors on `device`; ``Skipped`` with the reason where there is none."""
+    """Kernel of that name for tensors on `device`; raises ``Skipped`` with the reason if it is not available."""
     if provider == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         raise Skipped("triton is interpreted: no time of use")
     try:
@@ -84,7 +84,7 @@ def kernel_of(provider: str, device: str) -> Kernel:
 
 
 def short(dtype: torch.dtype) -> str:
-    """ "bf16" for torch.bfloat16."""
+    """Short name of a dtype, such as "bf16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
@@ -95,7 +95,7 @@ def check(what: str, reached: float, allowed: float) -> None:
 
 
 def check_results(actual: Any, plain: Any, exact: Any) -> Row:
-    """The column `error`, of the worst of several results, by the policy of ``deqfast.testing``."""
+    """Column `error` of the worst of several results, by the policy of ``deqfast.testing``."""
     judged = [accuracy(*results) for results in zip(actual, plain, exact, strict=True)]
     for error, allowed in judged:
         check("relative error", error, allowed)
@@ -103,5 +103,5 @@ def check_results(actual: Any, plain: Any, exact: Any) -> Row:
 
 
 def on(device: str, tensors: Any) -> list[Any]:
-    """Arguments of an op, tensors among them moved to `device`."""
+    """Arguments of an op, with its tensors moved to `device`."""
     return [value.to(device) if isinstance(value, Tensor) else value for value in tensors]

@@ -1,9 +1,9 @@
-"""The regression gate (--gate, --update-baseline): what is counted now beside a committed baseline.
+"""Regression gate (--gate, --update-baseline): present counters compared with a committed baseline.
 
-Counters are exact. A baseline is a JSON file with a line for each case. What our own code does depends on no version of
-torch, so ``counters.json`` judges on all of them, on some of which torch does with less: a counter that falls passes.
-The barriers of kernels must be as many as before: no test without a GPU fails when Triton's kernels lose one.
-What a compiler makes of a kernel has a baseline per compiler (``triton-3.9.json``); without one kernels are not judged.
+Counters are exact. A baseline is a JSON file with a line for each case. Our own code does the same with every version
+of torch, so ``counters.json`` applies to all of them. Some versions need fewer operations: a counter that falls passes.
+The number of barriers of kernels must not change: no test without a GPU fails when Triton's kernels lose one. A
+compiler's kernels have a baseline per compiler (``triton-3.9.json``); without one kernels are not judged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Rows = dict[str, dict[str, int]]  # case -> counter -> value
 
 
 def differences(before: Rows, now: Rows, alike: bool = True) -> tuple[list[str], list[str]]:
-    """What only a new baseline accepts, and what has fallen alone: a line for each case that differs.
+    """Differences that only a new baseline accepts, and counters that have only fallen: a line for each case.
 
-    alike: False where kernels may be compiled for other architectures: counters of one side alone are passed over.
+    alike: False if kernels may be compiled for other architectures: counters on one side only are then ignored.
     """
     worse: list[str] = []
     better: list[str] = []
@@ -42,7 +42,7 @@ def differences(before: Rows, now: Rows, alike: bool = True) -> tuple[list[str],
 
 
 def judge(name: str, rows: Rows, update: bool, alike: bool = True, folder: Path = BASELINES) -> None:
-    """Fail the test where counters are worse than in the baseline of this name, or write it.
+    """Fail the test if counters are worse than in the baseline of this name, or write it.
 
     name: "counters", or a compiler with its version, as "triton-3.9"; alike: see ``differences``.
     """
@@ -68,7 +68,7 @@ def judge(name: str, rows: Rows, update: bool, alike: bool = True, folder: Path 
 
 
 def write(path: Path, rows: Rows) -> None:
-    """A line per case, null where a case has not that counter, with commit, date and command of this run."""
+    """Write a line per case, with null for counters that it lacks, and commit, date and command of this run."""
     run = provenance()
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     lines = [[case, *map(row.get, columns)] for case, row in rows.items()]

@@ -1,4 +1,4 @@
-"""The maps f whose fixed points the benchmarks solve for, with their residuals in float64. Each counts its calls."""
+"""Maps f whose fixed points the benchmarks solve for, with their residuals in float64. Each counts its calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 import deqfast
 
-NEVER = 1e-30  # a tolerance no solve meets, so that all make the same number of iterations
-FC_RADIUS = 0.9  # of W: through tanh a contraction, but none that reaches its fixed point to the last bit
+NEVER = 1e-30  # a tolerance that no solve meets, so that all make the same number of iterations
+FC_RADIUS = 0.9  # of W: with tanh a contraction that does not reach its fixed point to the last bit
 
 
 def relative_residuals(f: Tensor, z: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def relative_residual(f: Tensor, z: Tensor) -> float:
 
 
 def autocast(device: str, precision: str, cache: bool = True) -> Any:
-    """The context of "fp32", or of "bf16", which is autocast; cache: of the weights that it has cast."""
+    """Context of "fp32", or of "bf16", which is autocast; cache: whether it keeps cast weights."""
     return torch.autocast(device, torch.bfloat16, cache_enabled=cache) if precision == "bf16" else nullcontext()
 
 
@@ -84,26 +84,26 @@ class Residual:
         self.calls = 0
 
     def __call__(self, z: Tensor) -> Tensor:
-        """f(z), in a dtype and from a layout that torchdeq, which keeps those of f's value, leaves as they are."""
+        """f(z) in float32, for z of any layout, because torchdeq continues with the dtype and layout of f's value."""
         self.calls += 1
         return self.cell(z.contiguous(memory_format=torch.channels_last), self.c).float()
 
     @torch.no_grad()
     def residual(self, z: Tensor) -> float:
-        """Largest relative residual of the batch, of f as it is computed."""
+        """Largest relative residual of the batch, in f's own precision."""
         with autocast(z.device.type, "bf16"):
             return relative_residual(self(z), z.float())
 
 
 def make_map(kind: str, shape: Sequence[int], device: str, kernel: str) -> Any:
-    """A map by its kind; `kernel`: of a residual cell's own ops."""
+    """Map of this kind; `kernel`: for a residual cell's own ops."""
     if kind == "residual":
         return Residual(shape, device, kernel)
     return {"elementwise": Contraction, "fc": FullyConnected}[kind](*shape, device)
 
 
 class MapCell(nn.Module):
-    """A map as a cell, whose x is the map's c."""
+    """Cell of a map; x is the map's c."""
 
     def __init__(self, f: Any) -> None:
         super().__init__()

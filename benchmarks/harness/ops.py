@@ -20,12 +20,12 @@ from .entry import KERNELS, Case, Contender, Skipped, Wrong, check_results, cros
 from .record import Row
 
 TORCH = Kernel("torch")
-STILL = 2.0**-20  # damping of a step that leaves z where it is, so that every call finds the same work
+STILL = 2.0**-20  # damping of a step that leaves z unchanged, so that every call does the same work
 LABELS = {"and2": "anderson-m", "good": "broyden-n"}
 
 
 def counted(call: Any, device: str, moved: float, facts: Row, another: Any, **more: Any) -> Contender:
-    """A contender with what one call asks of torch; what waits for the host no graph can hold.
+    """Contender with the counters of one call. A call that waits for the host cannot be part of a graph.
 
     moved: bytes that a call must move.
     """
@@ -51,7 +51,7 @@ def function_case(name: str, op: str, moved: float, arguments: Callable[[str], l
 
 
 def full_window(method: str | None, batch: int, dim: int, history: int, history_dtype: Any = None) -> states.Case:
-    """A step of Picard (method None) or of a multisecant method whose window is full."""
+    """Step of Picard (method None) or of a multisecant method whose window is full."""
     damping = 0.5 if method is None else 1.0
     shape = (method, batch, dim, history)
     return states.Case(*shape, k=history, history_dtype=history_dtype, damping=damping, tol=0.0, wobble=0.5)
@@ -65,9 +65,9 @@ def step_case(
     history_dtype: torch.dtype | None = None,
     **given: Any,
 ) -> Case:
-    """A step of Picard (method None) or of a multisecant method whose window of `history` pairs is full.
+    """Step of Picard (method None) or of a multisecant method whose window of `history` pairs is full.
 
-    No sample finds its best iterate in it, which would be copied.
+    No sample finds its best iterate in it, because that would be copied.
     """
     step = full_window(method, batch, dim, history, history_dtype)
     kind, op, passes = "picard", "picard_step", float(traffic.PICARD_PASSES)
@@ -80,7 +80,7 @@ def step_case(
 
 
 def broyden_step_case(batch: int, dim: int, evaluations: int = 20) -> Case:
-    """The last step of a solve of so many evaluations by Broyden's method, which has the steps before it alone."""
+    """Last step of a solve by Broyden's method with this many evaluations, computed from the steps before it only."""
     step = states.StepsCase(None, batch, dim, evaluations, k=evaluations - 1, tol=0.0, wobble=0.5)
     contender = partial(step_contender, "broyden_step", step, traffic.steps_passes(step.k))
     name = f"broyden-steps{step.k}-step-{batch}x{dim}"
@@ -88,7 +88,7 @@ def broyden_step_case(batch: int, dim: int, evaluations: int = 20) -> Case:
 
 
 def step_contender(op: str, step: states.Case, passes: float, provider: str, device: str) -> Contender:
-    """`step` is checked; what is timed is a step that leaves z where it is."""
+    """Contender that checks `step`, and times a step that leaves z unchanged."""
     kernel = kernel_of(provider, device)
     if op == "broyden_step" and not kernel.has_broyden_step:
         raise Skipped(f"{provider} has no broyden_step: its solves keep pairs")
@@ -98,22 +98,22 @@ def step_contender(op: str, step: states.Case, passes: float, provider: str, dev
         step.call(step_of, of)
     facts = check_results(*([of["z"]] for of in (after, plain, exact)))
     still = step
-    if op == "broyden_step":  # c_{k-1} grows as 1 / |s_{k-1}|: where the newest step is short, the next is as short
+    if op == "broyden_step":  # c_{k-1} grows as 1 / |s_{k-1}|: if the newest step is short, the next is as short
         state["steps"][:, step.k - 1] = STILL * (state["fz"] - state["z"])
     else:
         still = replace(step, damping=STILL, alpha=STILL)
     for record in ("residual", "progress"):
-        state[record].zero_()  # no iterate is better, so that none is copied to `best`
+        state[record].zero_()  # no iterate is better, so none is copied to `best`
 
     call = partial(still.call, function, state)
 
     def verify() -> None:
         if state["status"].any() or not state["z"].isfinite().all():
-            raise Wrong("samples ended while the step was timed: the time is no time of a full step")
+            raise Wrong("samples ended while the step was timed, which is therefore not a full step")
         before = state["z"].clone()
         call()
         if torch.equal(state["best"], before):
-            raise Wrong("the best iterate was copied, which is no part of the step's bytes")
+            raise Wrong("the best iterate was copied, which the step's bytes do not include")
 
     def another() -> Callable[[], Any]:
         return partial(still.call, function, states.clone(state))
@@ -122,7 +122,7 @@ def step_contender(op: str, step: states.Case, passes: float, provider: str, dev
 
 
 def transposed_case(batch: int, dim: int, history: int = 20) -> Case:
-    """The product of v with the transposed inverse of Broyden's method: the start of SHINE's backward pass."""
+    """Product of v with the transposed inverse of Broyden's method: the start of SHINE's backward pass."""
 
     def arguments(device: str) -> list[Any]:
         step = full_window("good", batch, dim, history)
@@ -137,7 +137,7 @@ def transposed_case(batch: int, dim: int, history: int = 20) -> Case:
 
 
 def norm_case(op: str, shape: tuple[int, int, int, int], dtypes: str = "fp32") -> Case:
-    """What surrounds the convolutions of the residual cell, channels_last. dtypes: of ``norm_states.NORM_DTYPES``."""
+    """Ops between the convolutions of the residual cell, channels_last. dtypes: of ``norm_states.NORM_DTYPES``."""
     y, z = norm_states.NORM_DTYPES[dtypes]
     moved = traffic.norm_bytes(op, math.prod(shape), y.itemsize, z.itemsize)
 

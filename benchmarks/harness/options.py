@@ -1,4 +1,4 @@
-"""Cases of the library's options: each with and without on what the option is good for, exact counts first."""
+"""Cases of the library's options: each with and without the option on a suitable problem, exact counts first."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def option(
     peers: tuple[str, ...] = (),
     **given: Any,
 ) -> Case:
-    """An option beside its absence or its alternatives, the peers (default: all but the first of `providers`)."""
+    """Option compared with its absence or alternatives, the peers (default: all `providers` except the first)."""
     return Case("options", name, providers, peers or providers[1:], contender, **given)
 
 
 def counted(solution: deqfast.Solution) -> Row:
-    """The columns that a Solution counts exactly."""
+    """Columns that a Solution counts exactly."""
     return {"evaluations": solution.evaluations, "sample_evaluations": solution.sample_evaluations}
 
 
 def compact(batch: int, dim: int, rates: tuple[float, float] = (0.3, 0.8)) -> Case:
-    """f(z) = c + rate Q z, Q orthogonal, which costs; `rates`: the contraction of most samples, and of each eighth."""
+    """f(z) = c + rate Q z, Q orthogonal, which is costly. `rates`: of most samples, and of every eighth one."""
 
     def contender(provider: str, device: str) -> Contender:
         generator = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def compact(batch: int, dim: int, rates: tuple[float, float] = (0.3, 0.8)) -> Ca
 
 
 def eval_solver(batch: int, dim: int) -> Case:
-    """Evaluation mode: a looser solver than the training's, where a gradient needs more than a prediction."""
+    """Evaluation mode with a looser solver than in training, since a gradient needs more than a prediction."""
 
     def contender(provider: str, device: str) -> Contender:
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ ADJOINTS = {
 
 
 def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
-    """The gradients of a layer by their error against the exact implicit one."""
+    """Gradients of a layer, by their error relative to the exact implicit one."""
     layer = Layer(cell, shape, "implicit", solver)
 
     def contender(provider: str, device: str) -> Contender:
@@ -144,7 +144,7 @@ class Gated(nn.Module):
 
 
 def compiled(batch: int, dim: int, adjoint: str) -> Case:
-    """A training step of a model that ``torch.compile`` has taken whole, its cell too, beside eager mode."""
+    """Training step of a model that ``torch.compile`` compiles whole, with its cell, compared with eager mode."""
 
     def contender(provider: str, device: str) -> Contender:
         torch.manual_seed(0)
@@ -169,7 +169,7 @@ def compiled(batch: int, dim: int, adjoint: str) -> Case:
 
 
 def compiled_solve(batch: int, dim: int, solver: Any, trains: bool = False) -> Case:
-    """A prediction with the cell of ``compiled``, or an exact gradient: solves in one graph, beside eager mode."""
+    """Prediction with the cell of ``compiled``, or an exact gradient: solves in one graph, compared with eager mode."""
 
     def contender(provider: str, device: str) -> Contender:
         torch.manual_seed(0)
@@ -207,9 +207,9 @@ KINDS: dict[str, Any] = {
 
 
 def kinds(problem: str, batch: int = 32, dim: int = 64) -> Case:
-    """The kinds of Anderson and Broyden, by evaluations.
+    """Kinds of Anderson and Broyden, by evaluations.
 
-    problem: of ``deqfast.testing``, or of the residual suite, which is of the CPU and has a `dim` of its own.
+    problem: of ``deqfast.testing``, or of the residual suite, which runs on the CPU with its own `dim`.
     """
     shared = problem in PROBLEMS
 
@@ -235,7 +235,7 @@ def kinds(problem: str, batch: int = 32, dim: int = 64) -> Case:
 
 
 def streaming(batch: int, dim: int, classes: int = 10, piece: int = 500) -> Case:
-    """``NeuralCollapse`` over `batch` features in pieces: memory without their number."""
+    """``NeuralCollapse`` over `batch` features in pieces: memory that does not depend on their number."""
 
     def contender(provider: str, device: str) -> Contender:
         features, labels, _ = clusters(batch, dim, classes)

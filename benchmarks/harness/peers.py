@@ -1,4 +1,4 @@
-"""What deqfast is compared with: torchdeq as it ships, the D x D pseudo-inverse of neural collapse, the cell once."""
+"""Peers of deqfast: torchdeq as it ships, the D x D pseudo-inverse of neural collapse, the cell applied once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _WINDOWS = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
 
 
 def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
-    """torchdeq's function of the method, with the window of `solver`, and the max_iter for as many calls of f.
+    """torchdeq's function of the method, with the window of `solver`, and its max_iter for the same calls of f.
 
-    Raises ``Skipped`` where torchdeq is missing.
+    Raises ``Skipped`` if torchdeq is missing.
     """
     try:
         from torchdeq.solver import get_solver
@@ -31,23 +31,23 @@ def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
         raise Skipped(f"torchdeq cannot be imported: {error}") from None
     kind = type(solver)
     options = {_WINDOWS[kind]: traffic.window(solver)} if kind in _WINDOWS else {}
-    first = kind is deqfast.Broyden  # which torchdeq does not count
+    first = kind is deqfast.Broyden  # torchdeq does not count its first evaluation
     return functools.partial(get_solver(_TORCHDEQ[kind]), **options), solver.max_iter - first
 
 
 def _stop_mode(solver: Any) -> str:
-    """torchdeq's word for the residual that the solver judges by."""
+    """torchdeq's name of the residual by which the solver judges."""
     return "abs" if solver.is_absolute else "rel"
 
 
 def torchdeq_solve(solver: Any, **options: float) -> Solve:
-    """A solve by torchdeq, its history in the dtype of the state; as it ships, without `options` of its function."""
+    """Solve by torchdeq, with its history in the dtype of the state; with its defaults, unless `options` are given."""
     run, max_iter = torchdeq_method(solver)
     return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=_stop_mode(solver), **options)[0]
 
 
 def silva_solve(solver: Any) -> Solve:
-    """All the iterations of a solve by silva-networks; Anderson sample by sample. ``Skipped`` where it is missing."""
+    """All iterations of a solve by silva-networks, Anderson per sample. Raises ``Skipped`` if it is missing."""
     try:
         from silva_networks.solvers import SolverConfig, fixed_point
     except ImportError as error:
@@ -62,9 +62,9 @@ def silva_solve(solver: Any) -> Solve:
 def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
     """(x, z0) -> z with gradient, by ``torchdeq.get_deq``: one step at z* for "jfb", "ift" for "implicit".
 
-    Its backward tolerance is absolute and its default solver plain iteration; both are set to what deqfast does.
+    Its backward tolerance is absolute and its default solver plain iteration; both are set to deqfast's.
     """
-    run, max_iter = torchdeq_method(solver)  # first: it tells where there is no torchdeq
+    run, max_iter = torchdeq_method(solver)  # first: raises Skipped if torchdeq is missing
     from torchdeq import get_deq
     from torchdeq.solver import register_solver
 
@@ -78,7 +78,7 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
 
 
 def explicit_layer(cell: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, z0) -> the cell applied once: what a layer costs that solves nothing."""
+    """(x, z0) -> the cell applied once: the cost of a layer without a solve."""
     return lambda x, z0: cell(z0, x)
 
 

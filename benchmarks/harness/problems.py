@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from .maps import relative_residuals
 
 SUITE_BATCH = 32
-SCALES = (1.0, 0.01)  # of the injection: an accelerated method should not mind
-WELL_INSIDE = 0.3  # eigenvalue of the map whose difficulty is not in its eigenvalues
+SCALES = (1.0, 0.01)  # of the injection: an accelerated method should not depend on it
+WELL_INSIDE = 0.3  # eigenvalue of the maps whose difficulty does not come from their eigenvalues
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Problem:
 
 
 def gaussian(dim: int, generator: torch.Generator, radius: float) -> Tensor:
-    """Eigenvalues that fill the disc of this radius (circular law)."""
+    """Gaussian matrix, whose eigenvalues fill the disc of this radius (circular law)."""
     weight = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
     return weight * (radius / torch.linalg.eigvals(weight).abs().max())
 
@@ -57,24 +57,24 @@ def symmetric(eigenvalues: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def even(dim: int, generator: torch.Generator, radius: float) -> Tensor:
-    """Symmetric, eigenvalues evenly spread over [-radius, radius]."""
+    """Symmetric matrix with eigenvalues evenly spread over [-radius, radius]."""
     return symmetric(torch.linspace(-radius, radius, dim, dtype=torch.float64), generator)
 
 
 def clustered_at_one(dim: int, generator: torch.Generator, radius: float) -> Tensor:
-    """Symmetric, the distances of the eigenvalues from 1 spread evenly in logarithm from 1 - radius to 1 + radius."""
+    """Symmetric matrix; the distances of its eigenvalues from 1 are log-uniform from 1 - radius to 1 + radius."""
     distances = torch.logspace(math.log10(1 - radius), math.log10(1 + radius), dim, dtype=torch.float64)
     return symmetric(1 - distances, generator)
 
 
 def decaying(dim: int, generator: torch.Generator, radius: float, smallest: float = 1e-4) -> Tensor:
-    """Symmetric, eigenvalues of both signs that decay geometrically from `radius` to `smallest`."""
+    """Symmetric matrix with eigenvalues of both signs that decay geometrically from `radius` to `smallest`."""
     sizes = radius * (smallest / radius) ** torch.linspace(0, 1, dim, dtype=torch.float64)
     return symmetric(sizes * (-1.0) ** torch.arange(dim), generator)
 
 
 def triangular(dim: int, generator: torch.Generator, coupling: float) -> Tensor:
-    """All eigenvalues are ``WELL_INSIDE``, but the norm exceeds 1 and plain iterates grow at first."""
+    """Triangular matrix; all eigenvalues are ``WELL_INSIDE``, but its norm exceeds 1 and iterates grow at first."""
     noise = torch.randn(dim, dim, generator=generator, dtype=torch.float64).triu(1)
     return WELL_INSIDE * torch.eye(dim, dtype=torch.float64) + noise * (coupling / math.sqrt(dim))
 
@@ -135,7 +135,7 @@ def suite(name: str, batch: int = SUITE_BATCH) -> list[Problem]:
 
 
 def of_cell(name: str, cell: nn.Module, injection: Tensor, z0: Tensor) -> Problem:
-    """The fixed point of a cell (z, x) -> z with its weights as they are."""
+    """Fixed-point problem of a cell (z, x) -> z with its present weights."""
     cell.requires_grad_(False)
     exact_cell, exact_injection = copy.deepcopy(cell).double(), injection.double()
     return Problem(name, lambda z: cell(z, injection), lambda z: exact_cell(z, exact_injection), z0)

@@ -1,4 +1,4 @@
-"""Solvers raced to a tolerance: deqfast's and torchdeq's on a problem, their answers judged in float64."""
+"""Races of solvers to a tolerance: deqfast's and torchdeq's on a problem, their answers judged in float64."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .solves import solve_by
 
 TOLERANCES = (1e-3, 1e-5)
 EVALUATIONS = 60
-SLACK = 1.05  # f in float32 errs by some 1e-7: what stops at the tolerance may be this far above it in float64
+SLACK = 1.05  # f in float32 errs by about 1e-7: a solve at the tolerance may be this far above it in float64
 SMALL_RIDGE = "torchdeq anderson m=6 lam=1e-8"  # torchdeq's own is 1e-4, absolute
 
 
 @dataclass(frozen=True)
 class Provider:
-    """A solver to compare. solve: by its tolerance; peer: torchdeq's name for the same method, whose peer it is."""
+    """Solver to compare. solve: the solve to a tolerance; peer: torchdeq's provider of the same method."""
 
     name: str
     peer: str
@@ -37,13 +37,13 @@ class Provider:
 
 
 def providers(on_torch: bool = False) -> list[Provider]:
-    """All solvers, torchdeq's last; `on_torch`: and before them the default ones with kernel="torch"."""
+    """All solvers, torchdeq's last; with `on_torch`, before these the default solvers with kernel="torch"."""
 
     def raced(make: Callable[..., Any], kernel: str) -> Callable[[float], Solve]:
         return lambda tol: solve_by(kernel, make(tol, EVALUATIONS), "cpu")
 
     picard, anderson, broyden = (f"torchdeq {name}" for name in ("fixed_point_iter", "anderson m=6", "broyden"))
-    whole = partial(deqfast.Broyden, history_size=EVALUATIONS)  # which is torchdeq's default
+    whole = partial(deqfast.Broyden, history_size=EVALUATIONS)  # torchdeq's default
     ours: list[tuple[str, str, Callable[..., Any]]] = [
         ("picard", picard, deqfast.Picard),
         ("anderson m=6", anderson, deqfast.Anderson),
@@ -64,7 +64,7 @@ def providers(on_torch: bool = False) -> list[Provider]:
 
 @torch.no_grad()
 def run(problem: Problem, provider: Provider, tol: float) -> tuple[Tensor, float, list[tuple[float, float]]]:
-    """A solve's value, how long it took, and when each call of f began and ended (ms from the start of the solve)."""
+    """Value of a solve, its time, and when each call of f began and ended (ms from the start of the solve)."""
     solve, calls = provider.solve(tol), []
     start = time.perf_counter()
 
@@ -98,10 +98,10 @@ def judged(problem: Problem, provider: Provider, tol: float) -> Row:
 
 
 def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int) -> list[Row]:
-    """A row per provider; those that reach the tolerance are timed in turns.
+    """A row per provider; rounds of those that reach the tolerance are interleaved.
 
-    ms, ms_min: median and least of the whole call, f included; f_ms: within f in the fastest; gain: the peer's `ms`
-    over this one's where both reach the tolerance.
+    ms, ms_min: median and least time of the whole call, f included. f_ms: time within f in the fastest call. gain: the
+    peer's `ms` over this one's if both reach the tolerance.
     """
     rows = {provider.name: judged(problem, provider, tol) for provider in compared}
     racing = [provider for provider in compared if rows[provider.name]["reached"]]
@@ -121,10 +121,10 @@ def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int)
 
 
 def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row]:
-    """A row per provider of a solve that nothing stops early.
+    """A row per provider, of a solve that runs to max_iter.
 
-    It has the best residual so far of the worst sample after every evaluation, and the median time (ms) at which f's
-    value was there. The residuals are those of f's arguments.
+    It has the best residual so far of the worst sample after every evaluation, and the median time (ms) until f's value
+    was available. The residuals are those of f's arguments.
     """
     moments: dict[str, list[list[float]]] = {provider.name: [] for provider in compared}
     for _ in range(rounds):
@@ -141,7 +141,7 @@ def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row
 
 @torch.no_grad()
 def residuals_on_the_way(problem: Problem, provider: Provider) -> list[float]:
-    """The best residual so far, of the worst sample, after every evaluation of a solve that nothing stops early."""
+    """The best residual so far, of the worst sample, after every evaluation of a solve that runs to max_iter."""
     seen: list[Tensor] = []
 
     def f(z: Tensor) -> Tensor:
@@ -153,11 +153,11 @@ def residuals_on_the_way(problem: Problem, provider: Provider) -> list[float]:
 
 
 def named(problem: Problem, provider: Provider, section: str) -> Row:
-    """The columns that say what a row is of."""
+    """Columns that identify a row."""
     size = {"batch": len(problem.z0), "dim": problem.dim, "dtype": "float32"}
     return {"section": section, "case": problem.name, "provider": provider.name, **size}
 
 
 def finite(value: float) -> float | None:
-    """The value, or None where JSON has no number for it."""
+    """Value, or None if JSON has no number for it."""
     return value if math.isfinite(value) else None

@@ -4,25 +4,25 @@
 `section`, `case` and `provider`, and of these what applies (ms: milliseconds):
 
 ===================  ==================================================================================================
-ms, ms_min           of the whole call: median and least of so many `rounds`; ms_quartiles: [first, third]
-copy_gb_per_s        the copy rate: of rounds taken in turns with these
-f_ms                 of that, f alone: as many calls of f as the solve made
+ms, ms_min           of the whole call: median and least of `rounds` rounds; ms_quartiles: [first, third]
+copy_gb_per_s        the copy rate, from rounds interleaved with these
+f_ms                 the part of f: as many calls of f as the solve made
 solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration; share_of_f: all of it / f_ms
 bytes                what the algorithm must move per call (without f)
-floor_ms, floor_x    the time of these bytes at the copy rate of the same run, and how many times as long it took
+floor_ms, floor_x    the time of these bytes at the copy rate of the same run, and the measured time over it
 residual             largest relative residual of the batch, in float64
 error                relative error against float64
-peak_bytes           torch's memory at its highest during the call, beyond what was allocated before
+peak_bytes           torch's peak memory during the call, minus the memory allocated before
 launches             kernels and copies that a GPU launched outside f, per iteration; on the CPU torch operations
-host_waits           times per call that the host has to know a value of the device
-gains                the time of every peer / this one: solver_ms where there is one, else ms_min
+host_waits           how often per call the host waits for a value of the device
+gains                the time of every peer / this one: solver_ms if it exists, else ms_min
 gain                 of section "residual": ms of `peer` / this one's; `reached`: whether `residual` is within `tol`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
-accuracy, radius     of a trained layer: share of digits told, spectral radius; accuracy_of_few: after three evaluations
+accuracy, radius     of a trained layer: share of correct digits, spectral radius; accuracy_of_few: at three evaluations
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 missed, false        of the `samples` of a case of benchmarks/classical.py, with their `status`: see harness/contest.py
 flop, nc_share ...   of section "training step": see harness/study_step.py
-skipped, fault       why there is no time
+skipped, fault       why the row has no time
 ===================  ==================================================================================================
 """
 
@@ -49,14 +49,13 @@ from deqfast import _extension
 from deqfast.testing import records
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-# What recordings and their report write: no change of what is measured.
+# Files that recordings and their report write: they do not change what is measured.
 WRITTEN = (
     "benchmarks/baselines",
     "benchmarks/results",
     "benchmarks/RESULTS.md",
     "README.md",
-    "docs/pages/choosing.md",
-    "docs/pages/performance.md",
+    "docs/pages",
 )
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"
 NO_SETUPTOOLS = "of which sources the extensions were built cannot be told without setuptools: pip install setuptools"
@@ -71,23 +70,23 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def rounded(row: Any) -> Any:
-    """The row with its floating-point numbers to six significant digits, all that a measurement tells."""
+    """Row with its floating-point numbers to six significant digits; a measurement has no more."""
     return json.loads(json.dumps(row), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
-    """The rows of this run, with where they come from."""
+    """Write the rows of this run with their provenance."""
     write_json(path, provenance(device) | {"remark": remark, "rows": rows})
 
 
 def provenance(device: str = "cpu") -> dict[str, Any]:
-    """Everything that a reader has to know about this run."""
+    """Provenance of this run: machine, command, date, commit."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
     return {"machine": machine(device), "command": command(sys.orig_argv), "date": date}
 
 
 def command(words: list[str]) -> str:
-    """What was typed, from what the interpreter was called with; one installed beside it goes by its name alone."""
+    """Command as typed, from the interpreter's arguments; a script installed next to the interpreter by its name."""
     interpreter, *given = words
     if given and os.path.dirname(os.path.abspath(given[0])) == os.path.dirname(interpreter):
         return shlex.join([os.path.basename(given[0]), *given[1:]])
@@ -99,8 +98,8 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the checkout, "+changes" where tracked files other than ``WRITTEN`` differ, or those of a build."""
-    told = os.environ.get("DEQFAST_COMMIT")  # of a copy, which git does not know
+    """Commit of the checkout, with "+changes" if tracked files other than ``WRITTEN``, or those of a build, differ."""
+    told = os.environ.get("DEQFAST_COMMIT")  # of a copy without git's data
     head = records.commit(RESULTS.parent) or "unknown"
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
     status = ("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no")
@@ -111,7 +110,7 @@ def commit() -> str:
 
 
 def stale_extensions() -> list[str]:
-    """The extension modules that were built from other sources, with what to do; that setup.py cannot be asked."""
+    """Sentences on extension modules built from other sources, with the remedy; or on why setup.py cannot say."""
     modules = {"cpu": _extension.cpp_module, "cuda": _extension.cuda_module}
     loaded = {device: module for device, module in modules.items() if module is not None}
     if not loaded:
@@ -128,10 +127,10 @@ def stale_extensions() -> list[str]:
 
 @functools.cache
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Machine and versions of the measurement."""
     gpu = device == "cuda"
     triton = importlib.util.find_spec("triton") and importlib.metadata.version("triton")
-    # Clocks now and at most; the power limit.
+    # Present and maximum clocks; the power limit.
     query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
     return {
         "gpu": torch.cuda.get_device_name(0) if gpu else None,

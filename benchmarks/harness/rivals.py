@@ -30,15 +30,15 @@ def dense(z: Any, x: Any) -> Any:
 
 
 def elementwise(z: Any, x: Any) -> Any:
-    """As ``dense`` with a multiple of the identity."""
+    """As ``dense``, with a multiple of the identity."""
     return RATE * z + x[1]
 
 
 def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], Any]) -> Case:
-    """All the iterations of `solver` on f = tanh(linear(z)).
+    """All iterations of `solver` on f = tanh(linear(z)).
 
-    For JAX's libraries the batch is one problem with one history, which is less work. jaxopt's Broyden searches along
-    its steps, which takes more calls of f.
+    For JAX's libraries the batch is one problem with one history, which is less work. jaxopt's Broyden uses a line
+    search, which takes more calls of f.
     """
 
     def contender(provider: str, device: str) -> Contender:
@@ -66,13 +66,15 @@ def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], A
             check("relative residual", residual, APPROACHED[type(solver)])
         return Contender(lambda: [solve() for _ in range(solves)], {"residual": residual})
 
-    solves = 20 if batch * dim < 1 << 14 else 1  # of the short ones, so that no library is timed with a colder cache
+    solves = (
+        20 if batch * dim < 1 << 14 else 1
+    )  # of the short ones, so that the cache is equally warm for every library
     name = f"rivals-{linear.__name__}-{solver_name(solver)}-{crossed((batch, dim))}"
     return Case("rivals", name, (*OWN, *THEIRS), THEIRS, contender, devices=("cpu",))
 
 
 def packaged(f: Callable[[Any, Any], Any], solver: Any, x: Any, z0: Tensor) -> Callable[[], Any]:
-    """The solve in a package of AOTInductor, with the steps of kernel "cpp" as C functions."""
+    """Solve in a package of AOTInductor, with the steps of kernel "cpp" as C functions."""
     program = torch.export.export(deqfast.DEQBlock(f, solver, kernel="cpp", warn=False).eval(), (x, z0))
     with tempfile.TemporaryDirectory() as folder:
         path = torch._inductor.aoti_compile_and_package(
@@ -83,7 +85,7 @@ def packaged(f: Callable[[Any, Any], Any], solver: Any, x: Any, z0: Tensor) -> C
 
 
 def jax_solve(library: str, solver: Any, linear: Callable[[Any, Any], Any], x: Any, z0: Tensor) -> Callable[[], Any]:
-    """The solve under ``jax.jit``; ``Skipped`` if the library is missing or has no such solver."""
+    """Solve under ``jax.jit``; raises ``Skipped`` if the library is missing or has no such solver."""
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     if threads != cores:
         raise Skipped(f"JAX takes all {cores} cores it is given, torch {threads}: start with taskset")

@@ -1,4 +1,4 @@
-"""Which measured rows the documentation shows, and what it calls them."""
+"""Measured rows that the documentation shows, and their names there."""
 
 ADJOINTS = {
     "jfb": "`JFB`",
@@ -13,7 +13,7 @@ ADJOINTS = {
 }
 CELLS = {"gradient-fc-broyden-128x256": "FC", "gradient-residual-broyden-8x32x8x8": "residual"}
 
-# Column of the options' rows -> its heading. All but times, and what is trained, are the same on every machine.
+# Column of the options' rows -> its heading. Columns without times or training are the same on every machine.
 OF_OPTIONS = {
     "ms_min": "time",
     "evaluations": "evaluations",
@@ -110,4 +110,14 @@ ON_A_GPU = {
     "options compact-256x1024-rates-0.3-0.8 compact": "the same, `drop_converged=True`",
     "options compiled-jfb-512x64 eager": "gated cell 512 × 64, `JFB`, training step",
     "options compiled-jfb-512x64 compiled": "the same, `torch.compile`",
+}
+
+LAYERS = {  # row -> its name in README
+    "residual-anderson-jfb-32x128x4x4": "residual block 32 × 128 × 4 × 4, Anderson, JFB",
+    "residual-broyden-jfb-32x128x4x4": "the same, Broyden, JFB",
+    "residual-anderson-implicit-32x128x4x4": "the same, Anderson, implicit gradient",
+    "residual-anderson-jfb-32x128x4x4-bf16": "the same, Anderson, JFB, bf16 autocast",
+    "residual-anderson-jfb-4x64x32x32": "residual block 4 × 64 × 32 × 32, Anderson, JFB",
+    "fc-picard-jfb-128x256": "fully connected 128 × 256, Picard, JFB",
+    "fc-anderson-implicit-128x256": "the same, Anderson, implicit gradient",
 }

@@ -20,14 +20,14 @@ from .record import Row
 from .timing import Graph
 
 PEER = "torchdeq"
-# Relative residual that a solve must have reached for its time to count; twice and more what 20 iterations reach.
+# Relative residual that a solve must reach for its time to count; at least twice the residual of 20 iterations.
 APPROACHED = {deqfast.Picard: 0.05, deqfast.Anderson: 5e-3, deqfast.Broyden: 5e-3}
 BF16_APPROACHED = 0.1  # the rounding of bf16 is 8e-3
 FC_ITERATIONS, FC_APPROACHED = 30, 1e-4
 
 
 def solver_name(solver: Any) -> str:
-    """ "picard", "anderson-m6", "anderson-m6-bf16", "broyden-n20"."""
+    """Name such as "picard", "anderson-m6", "anderson-m6-bf16" or "broyden-n20"."""
     if isinstance(solver, deqfast.Picard):
         return "picard"
     kind = "anderson-m" if isinstance(solver, deqfast.Anderson) else "broyden-n"
@@ -36,7 +36,7 @@ def solver_name(solver: Any) -> str:
 
 
 def asked(call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
-    """The columns on what `call(f)` asks of the device; launches per evaluation, without those of `f_alone`."""
+    """Columns of the counters of `call(f)`; launches are per evaluation, without those of `f_alone`."""
     if not f.c.is_cuda:
         counters = count(call, f, "cpu")
         launches, waits, peak = counters.operations, counters.host_waits, counters.peak_bytes
@@ -50,7 +50,7 @@ def asked(call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
 
 
 def solve_by(provider: str, solver: Any, device: str) -> Solve:
-    """(f, z0) -> z without gradients, by a kernel of deqfast or by a peer; ``Skipped`` where it is not there."""
+    """(f, z0) -> z without gradients, by a kernel of deqfast or a peer; raises ``Skipped`` if it is not available."""
     if provider == PEER:
         solve = torchdeq_solve(solver)
     elif provider in GRAPHS:
@@ -65,7 +65,7 @@ def solve_by(provider: str, solver: Any, device: str) -> Solve:
 
 
 def graph_solve(solver: Any, kernel: str) -> Solve:
-    """A solve by replays of captured CUDA graphs of a map of ``maps``, whose calls are those that the Solution tells.
+    """Solve by replays of captured CUDA graphs of a map of ``maps``, whose calls the Solution counts.
 
     The block of an f is made once: capturing is not part of a solve.
     """
@@ -82,9 +82,9 @@ def graph_solve(solver: Any, kernel: str) -> Solve:
 
 
 def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", **given: Any) -> Case:
-    """All the iterations of `solver` on a map (see ``make_map``); its time is told without f's.
+    """All iterations of `solver` on a map (see ``make_map``); the time is given without f's.
 
-    A residual cell is one of section "cells"; torchdeq solves for the same cell in plain torch. given: the other
+    A residual cell belongs to section "cells"; torchdeq solves for the same cell in plain torch. given: the other
     arguments of ``Case``.
     """
     precision = "bf16" if kind == "residual" else "fp32"
@@ -116,7 +116,7 @@ def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", *
             "evaluations": evaluations,
             "residual": residual,
             "bytes": round(traffic.solve_passes(solver, evaluations, kernel) * z0.nbytes),
-            # In a replayed graph f cannot be told apart.
+            # In a replayed graph f cannot be counted separately.
             **asked(solve, f, evaluations, None if graph else f_alone),
         }
         return Contender(solve, facts, Graph([partial(f_alone, 1)], evaluations) if graph else f_alone)
@@ -131,7 +131,7 @@ def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", *
 
 
 def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> Case:
-    """z = tanh(W z + c) by ``fc_fixed_point``, beside loops over the same f; f is part of the time."""
+    """z = tanh(W z + c) by ``fc_fixed_point``, compared with loops over the same f. The time includes f."""
     solver, dtype = deqfast.Picard(NEVER, FC_ITERATIONS), short(weight_dtype)
 
     def contender(provider: str, device: str) -> Contender:
@@ -151,7 +151,7 @@ def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> 
         residual = f.residual(solve())
         check("relative residual", residual, FC_APPROACHED)
         evaluations = f.calls if provider == PEER else FC_ITERATIONS
-        facts = {"evaluations": evaluations, "residual": residual}  # f too: fc_fixed_point holds it
+        facts = {"evaluations": evaluations, "residual": residual}  # f too: it is inside fc_fixed_point
         return Contender(solve, facts | asked(lambda g: solve(), f, evaluations))
 
     return Case("fc", f"fc-solve-{batch}x{dim}-{dtype}", (*KERNELS, PEER), (PEER,), contender)

@@ -1,4 +1,4 @@
-"""A training step of the study's two networks in turns, NC1-NC4 as a share of an epoch, and the paper's hours."""
+"""Interleaved training steps of the study's two networks, NC1-NC4 as a share of an epoch, and the paper's hours."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .timing import in_turns
 
 MODELS = ("explicit", "deq")
 EPOCH = 50_000  # images of balanced CIFAR-10
-# Of the 20 settings of the paper's tables, 100 epochs each: images of an epoch, epochs with metrics, and with a test.
+# The 20 settings of the paper's tables, 100 epochs each: images of an epoch, epochs with metrics, and with a test.
 PAPER_IMAGES, PAPER_SETTINGS, PAPER_EPOCHS, PAPER_METRICS, PAPER_TESTS, TEST_IMAGES = 569_500, 20, 100, 21, 29, 10_000
 
 
 class Stepper:
-    """A network of the study with its own batches. evaluations: a sample's in each step that was made, on average."""
+    """Network of the study with its own batches. evaluations: mean evaluations per sample, for each step made."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -45,13 +45,13 @@ class Stepper:
         self.evaluations.append(output[1].sample_evaluations / len(self.state))
 
     def step(self) -> None:
-        """A training step, its batch's augmentation included."""
+        """Make a training step, including its batch's augmentation."""
         self.trainer.network.train()
         images, labels = next(self.batches)
         self.trainer.train_step(images, labels, SolverTally(images.device))
 
     def flop(self) -> float:
-        """Floating-point operations of a step that makes the mean number of evaluations of the steps so far."""
+        """Floating-point operations of a step with the mean number of evaluations of the steps so far."""
         mean = statistics.fmean(self.evaluations) if self.evaluations else 0
         with FlopCounterMode(display=False) as counter:
             self.step()
@@ -65,7 +65,7 @@ class Stepper:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """The network on a batch of evaluation."""
+        """Apply the network to a batch in evaluation mode."""
         network, data = self.trainer.network.eval(), self.trainer.data
         repeats = -(-EVALUATION_BATCH // len(data.train_images))
         with autocast(self.trainer.settings):
@@ -73,11 +73,11 @@ class Stepper:
 
 
 def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
-    """A row for each network of one size: the times of its steps, and what follows from them.
+    """A row for each network of one size: the times of its steps, and numbers derived from them.
 
-    times_explicit, flop_ratio, over_flop: the DEQ's time over the explicit network's, the same of floating-point
-    operations, and one over the other; nc_ms, nc_share: NC1-NC4 of an epoch's features, also as a share of an explicit
-    epoch; paper_hours: all trainings of the paper's tables at these rates.
+    times_explicit: the DEQ's time over the explicit network's. flop_ratio: the same for floating-point operations.
+    over_flop: the first over the second. nc_ms, nc_share: NC1-NC4 of an epoch's features, also as a share of an
+    explicit epoch. paper_hours: all trainings of the paper's tables at these rates.
     """
     device, batch = settings.device, settings.batch_size
     data = load(Source("shapes", ""), settings, torch.device(device))
@@ -111,13 +111,13 @@ def median_ms(call: Any, device: str, rounds: int) -> float:
 
 
 def paper_hours(batch: int, step_ms: float, images_per_second: float) -> float:
-    """Hours that a network's trainings of the paper's tables would take if all steps and evaluations ran like these."""
+    """Hours for a network's trainings of the paper's tables, if all steps and evaluations ran at these rates."""
     trained = PAPER_IMAGES * PAPER_EPOCHS
     evaluated = PAPER_IMAGES * PAPER_METRICS + PAPER_SETTINGS * PAPER_TESTS * TEST_IMAGES
     return (trained * step_ms / (1e3 * batch) + evaluated / images_per_second) / 3600
 
 
 def settings_of(width: int, batch: int, device: str, **given: Any) -> Settings:
-    """The study's settings on drawn images, which need no data."""
+    """Settings of the study on drawn images, which need no data."""
     sizes = {"width": width, "batch_size": batch, "n_majority": batch, "test_images": 10}
     return settings_from("cifar_balanced", preset="quick", dataset="shapes", device=device, **sizes, **given)

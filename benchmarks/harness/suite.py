@@ -1,4 +1,4 @@
-"""Making rows of cases: every provider's answer is checked, then all of a case are timed in turns with a large copy."""
+"""Rows of the cases: every provider's answer is checked, then rounds of all of them and of a large copy interleave."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .record import Row, write_record
 from .timing import Copy, Graph, buffers, in_turns, repeats_of, wait
 
 COPY = ("copy", "")
-BENCHMARK_ROUNDS = 3  # that pytest-benchmark times by itself, beside those in turns
-LARGE_SECONDS = 1800  # after which a case of ``--full`` is given up, measured together with all its providers
-LONG = 1.0  # seconds; of a longer call it times one
+BENCHMARK_ROUNDS = 3  # that pytest-benchmark times by itself, in addition to the interleaved ones
+LARGE_SECONDS = 1800  # after which a case of ``--full``, with all its providers, is given up
+LONG = 1.0  # seconds; a longer call is timed once
 SMALL_COPY = 1 << 12  # elements
-Outcome = Row | Exception  # the error where a provider of our own is wrong: it gets no row
+Outcome = Row | Exception  # the error if a provider of our own is wrong: it gets no row
 
 
 def measure(
     case: Case, providers: Sequence[str], device: str, copy: Copy, **turns: Any
 ) -> tuple[dict[str, Outcome], dict[str, Contender]]:
-    """Rows of the providers, of one of our own that is wrong the error; and those that can be called again.
+    """Rows of the providers, or the error if one of our own is wrong; and the providers that can be called again.
 
     turns: arguments of ``in_turns``.
     """
@@ -55,14 +55,14 @@ def measure(
             own = {part: seconds for (name, part), seconds in times.items() if name == provider}
             add_times(rows[provider], own, copy.rate(min(times[COPY])))
     compare(case, list(rows.values()))
-    for provider in set(failed) & set(FOREIGN):  # others' code: a row says so
+    for provider in set(failed) & set(FOREIGN):  # others' code: the row has the fault
         wrong = failed.pop(provider)
         rows[provider]["fault"] = f"{type(wrong).__name__}: {(str(wrong).splitlines() or [''])[0]}"
     return rows | failed, contenders
 
 
 def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
-    """What is timed of a contender; on a GPU what needs no host as a graph, over buffers in turns."""
+    """Timed calls of a contender; on a GPU, calls without the host as a graph over alternating buffers."""
     parts: dict[str, Callable[[], Any]] = {"whole": contender.call}
     if contender.f is not None:
         parts["f"] = contender.f
@@ -74,7 +74,7 @@ def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
 
 
 def add_times(row: Row, times: dict[str, list[float]], copy_rate: float) -> None:
-    """Add the columns of times; least times are compared with the copy's least, of the same rounds."""
+    """Add the columns of times; least times are compared with the least time of the copy in the same rounds."""
     row |= columns_of(times["whole"])
     row["copy_gb_per_s"] = copy_rate / 1e9
     own = row["ms_min"]
@@ -90,7 +90,7 @@ def add_times(row: Row, times: dict[str, list[float]], copy_rate: float) -> None
 
 
 def columns_of(seconds: Sequence[float]) -> Row:
-    """The columns that say how long the rounds of a call took."""
+    """Columns of the times of a call's rounds."""
     low, _, high = statistics.quantiles(seconds) if len(seconds) > 1 else [*seconds] * 3
     return {
         "ms": 1e3 * statistics.median(seconds),
@@ -101,20 +101,20 @@ def columns_of(seconds: Sequence[float]) -> Row:
 
 
 def compare(case: Case, rows: Sequence[Row]) -> None:
-    """How many times as fast as each peer of the case a row is: per iteration and without f where that is told."""
+    """Add the speed of each row relative to the peers of the case: per iteration and without f if that was measured."""
     by_provider = {row["provider"]: row for row in rows if "ms" in row}
     for provider, row in by_provider.items():
         column = "solver_ms" if "solver_ms" in row else "ms_min"
         peers = [peer for peer in case.peers if peer in by_provider and peer != provider]
         gains = {peer: by_provider[peer][column] / row[column] for peer in peers}
-        if gains and min(row[column], *gains.values()) > 0:  # else the time of f hides the solver's
+        if gains and min(row[column], *gains.values()) > 0:  # else f's time hides the solver's
             row["gains"] = gains
 
 
 class Board:
-    """What was measured in a session. A case is measured when the first of its providers is asked for.
+    """Rows measured in a session. A case is measured when the first of its providers is needed.
 
-    journal: a file that has all rows at any time, so that nothing is lost with the process; small: times are of no use.
+    journal: a file with all rows so far, so that nothing is lost with the process. small: times are meaningless.
     """
 
     def __init__(self, device: str, journal: Path | None = None, small: bool = False) -> None:
@@ -122,13 +122,13 @@ class Board:
         self.rows: list[Row] = []
         self._copy: Copy | None = None
         self._outcomes: dict[tuple[str, str], dict[str, Outcome]] = {}
-        self._contenders: dict[str, Contender] = {}  # of the case that was measured last
+        self._contenders: dict[str, Contender] = {}  # of the case measured last
 
     def run(self, benchmark: Any, case: Case, provider: str, together: Sequence[str]) -> None:
-        """The test of one provider: fails where it is wrong, keeps its row, and has pytest-benchmark time a few calls.
+        """Test one provider: fail if it is wrong, keep its row, and have pytest-benchmark time a few calls.
 
-        together: all providers of the case that are asked for in this session. Those few calls are for
-        pytest-benchmark's own tables and files; what is compared is taken in turns, in `extra_info`.
+        together: all providers of the case in this session. The few calls are for pytest-benchmark's own tables and
+        files. Comparisons use the interleaved rounds, in `extra_info`.
         """
         key = (case.section, case.name)
         if key not in self._outcomes:

@@ -16,7 +16,7 @@ UNITS = {"ns": 1e-6, "µs": 1e-3, "ms": 1.0, "s": 1e3}  # in ms
 
 
 def digits(value: float) -> str:
-    """Three significant digits; an exponent below 1e-4 and from 1e6 on."""
+    """Three significant digits, with an exponent below 1e-4 and from 1e6 on."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
@@ -26,7 +26,7 @@ def digits(value: float) -> str:
 
 
 def scientific(value: float) -> str:
-    """Two significant digits: 1.8e-2. A relative error of 0 is one that float64 cannot tell."""
+    """Two significant digits: 1.8e-2. A relative error of 0 is below the rounding of float64."""
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}" if value else "below 2.2e-16"
 
@@ -54,7 +54,7 @@ def hours(value: float) -> str:
     return f"{digits(value)} h"
 
 
-# Column of a measured row -> how it is written. What is not here is a count, or the mean of counts.
+# Column of a measured row -> its format. Other columns are counts, or means of counts.
 FORMS: dict[str, Form] = {
     **dict.fromkeys(("ms", "ms_min", "f_ms", "solver_ms"), duration),
     **dict.fromkeys(("share_of_f", "floor_x", "times_explicit", "flop_ratio", "over_flop"), times),
@@ -66,14 +66,14 @@ FORMS: dict[str, Form] = {
 
 
 def written(column: str, value: float | None) -> str:
-    """The value of a column as text; "" of none."""
+    """Value of a column as text; "" for None."""
     if value is None:
         return ""
     return FORMS.get(column, digits if isinstance(value, float) else str)(value)
 
 
 def span(values: Sequence[float], form: Form = times) -> str:
-    """The least and the largest: "18.6 to 22.4×"; one of them where they are the same as text; "" of none."""
+    """Least and largest value: "18.6 to 22.4×"; one of them if their texts are equal; "" without values."""
     if not values:
         return ""
     low, high = form(min(values)), form(max(values))
@@ -81,20 +81,20 @@ def span(values: Sequence[float], form: Form = times) -> str:
 
 
 def slug(text: str) -> str:
-    """ "gain-over-torchdeq": how a row or a column is called in the key of a number."""
+    """Name of a row or column in the key of a number, such as "gain-over-torchdeq"."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its heading and a remark; columns that are empty throughout are left out."""
+    """Table with its heading and a remark; empty columns are left out."""
 
     title: str
     rows: Sequence[Mapping[str, str]]  # column -> text, the name of the row first
     words: str = ""
 
     def texts(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[list[str]]:
-        """The heading and the rows; `columns`: only these; `names`: only these rows, in this order, renamed."""
+        """Heading and rows; `columns`: only these; `names`: only these rows, in this order, renamed."""
         if not self.rows:
             return []
         first, *others = self.rows[0]
@@ -109,13 +109,13 @@ class Table:
         return [[first, *used], *rows]
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
-        """Markdown."""
+        """Lines of the table in Markdown."""
         texts = self.texts(columns, names)
         texts[1:1] = [["---", *["---:"] * (len(texts[0]) - 1)]] if texts else []
         return ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in texts]
 
     def facts(self) -> dict[str, str]:
-        """Each number by the names of table, row and column; of several rows of one name "2.71 ms and 2.37 ms"."""
+        """Numbers by the names of table, row and column; for several rows of one name "2.71 ms and 2.37 ms"."""
         found: dict[str, list[str]] = {}
         for (_, name), *texts in (row.items() for row in self.rows):
             for column, text in texts:
@@ -143,7 +143,7 @@ COLUMNS = {  # heading -> column of a measured row
 
 
 def table(rows: Sequence[Row], title: str = "") -> Table:
-    """A line for each row that was not skipped, with what is wrong with it; those skipped are counted by reason."""
+    """Table of the rows that were not skipped, with their faults; skipped rows are counted by reason."""
     skipped = Counter(f"{row['provider']}: {row['skipped']}" for row in rows if "skipped" in row)
     lines = []
     for row in rows:
@@ -158,8 +158,8 @@ def table(rows: Sequence[Row], title: str = "") -> Table:
 
 
 def summary(rows: Sequence[Row], judged: bool = True) -> list[str]:
-    """A table for every section, padded for a terminal, and, where `judged`, the targets that the rows tell of."""
-    lines = ["Least of the rounds, which the providers of a case take in turns with a copy that gives the floor."]
+    """Table for every section, padded for a terminal; with `judged`, also the targets that the rows decide."""
+    lines = ["Least of the rounds. Rounds of all providers of a case interleave with a copy, which gives the floor."]
     for section in dict.fromkeys(row["section"] for row in rows):
         found = table([row for row in rows if row["section"] == section])
         texts = found.texts()
@@ -167,6 +167,6 @@ def summary(rows: Sequence[Row], judged: bool = True) -> list[str]:
         padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
         lines += ["", section, *padded, *filter(None, [found.words])]
     told = [verdict for verdict in verdicts(rows) if verdict[2] is not None] if judged else []
-    lines += ["", "targets, which are those of a quiet machine"] * bool(told)
+    lines += ["", "targets, set for a quiet machine"] * bool(told)
     lines += [f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}" for target, value, met in told]
     return lines

@@ -1,4 +1,4 @@
-"""What deqfast promises of its speed and memory, and how each promise is read from measured rows."""
+"""Targets of deqfast's speed and memory, and how each is read from measured rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .record import Row
 
-# Column of a target -> what stands behind its bound.
+# Column of a target -> the text after its bound.
 COLUMNS = {
     "gain": "x faster than",
     "peak_bytes": "x memory of",
@@ -21,7 +21,11 @@ COLUMNS = {
     "paper_hours": " hours for this network's 20 of the paper's 40 trainings, extrapolated",
 }
 GPU_KERNELS = ("cuda", "triton")
-GPU = (*GPU_KERNELS, "cuda-graph", "triton-graph")  # of which the best counts; what a graph holds is in no peak_bytes
+GPU = (
+    *GPU_KERNELS,
+    "cuda-graph",
+    "triton-graph",
+)  # the best of these counts; peak_bytes leaves out the memory of a graph
 ITERATED = ("picard-128x8192", "anderson-m6-128x8192", "anderson-m6-bf16-128x8192", "broyden-n20-128x8192")
 
 
@@ -31,15 +35,15 @@ def named(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on a column of a row; with `against`, on the gain over that provider or the share of its memory."""
+    """Bound on a column of a row; with `against`, on the gain over that provider or the share of its memory."""
 
     section: str
-    case: str | tuple[str, ...]  # of several the worst counts
-    provider: str | tuple[str, ...]  # of several the best counts
+    case: str | tuple[str, ...]  # the worst of several counts
+    provider: str | tuple[str, ...]  # the best of several counts
     column: str  # of ``COLUMNS``; "gain" is at least the bound, all others at most
     bound: float
     against: str | None = None
-    device: str | None = None  # of a case that names its providers alike on every device
+    device: str | None = None  # for a case whose providers have the same names on every device
 
     @property
     def on_gpu(self) -> bool:
@@ -47,14 +51,14 @@ class Target:
 
     @property
     def what(self) -> str:
-        """The target in words."""
+        """Target in words."""
         who = " or ".join(named(self.provider)) if self.provider != GPU else "the best GPU kernel or graph"
         who += " on a GPU" if self.device == "cuda" else ""
         words = " ".join(filter(None, [COLUMNS[self.column], self.against]))
         return f"{', '.join(named(self.case))} {who}: {'>=' if self.column == 'gain' else '<='} {self.bound:g}{words}"
 
     def value(self, rows: Sequence[Row]) -> float | None:
-        """What was measured, by the best of the providers; None where the rows do not tell."""
+        """Measured value of the best provider; None if the rows do not have it."""
         best, worst = (max, min) if self.column == "gain" else (min, max)
         of_cases = []
         for case in named(self.case):
@@ -110,13 +114,14 @@ GPU_TARGETS = (
     Target("solves", "broyden-n20-128x8192", GPU, "gain", 8, "torchdeq"),
     Target("solves", "anderson-m6-bf16-128x8192", GPU_KERNELS, "peak_bytes", 0.55, "torchdeq"),
     Target("solves", "broyden-n20-128x8192", GPU_KERNELS, "peak_bytes", 1.0, "torchdeq"),
-    Target("solves", "broyden-n20-128x8192", GPU, "host_waits", 11),  # one, and one for every second iteration
+    Target("solves", "broyden-n20-128x8192", GPU, "host_waits", 11),  # one, and one per second iteration
     Target("cells", f"solve-anderson-m6-bf16-{_IMAGE}", GPU, "share_of_f", 0.4),
     Target("cells", f"solve-anderson-m6-bf16-{_IMAGE}", GPU, "gain", 3, "torchdeq"),
     Target("ops", f"norm_act_residual-{_IMAGE}-fp32", GPU, "ms", 0.006),
     Target("fc", _FC, GPU, "ms", 0.120),
     Target("fc", _FC, GPU, "gain", 40, "torchdeq"),
-    # Not a time: two passes take 0.1 ms, and the host 2 to 4: 82 launches, five waits, 0.8 ms for cuSOLVER's SVD.
+    # Not a time: two passes take 0.1 ms; the host takes 2 to 4 ms for 82 launches, five waits and 0.8 ms of cuSOLVER's
+    # SVD.
     Target("nc", "nc1-50000x512-K10-fp32", GPU, "gain", 2, "pinv"),
     Target("training step", _STUDY, "explicit", "nc_share", 0.01, device="cuda"),
     Target("training step", _STUDY, "deq", "over_flop", FLOP_TARGET, device="cuda"),
@@ -125,6 +130,6 @@ GPU_TARGETS = (
 
 
 def verdicts(rows: Sequence[Row]) -> list[tuple[Target, float | None, bool | None]]:
-    """Every target with what was measured, and whether it is met; None for both where the rows do not tell."""
+    """Targets with the measured value, and whether it is met; None for both if the rows do not have it."""
     found = [(target, target.value(rows)) for target in (*TARGETS, *GPU_TARGETS)]
     return [(target, value, None if value is None else target.met(value)) for target, value in found]

@@ -1,7 +1,8 @@
-"""Times of several calls in turns, so that all of them see the same quiet or noisy moments of the machine.
+"""Interleaved times of several calls, so that all of them see the same quiet or noisy moments of the machine.
 
-On the CPU, and for what the host takes part in, by the clock of the host; kernels on a GPU without the host, as a CUDA
-graph between two events, over buffers that take turns so that none is still in the cache when it is used again.
+On the CPU, and for calls that involve the host, the host's clock is used. Kernels on a GPU are timed without the host,
+as a CUDA graph between two events. The graph alternates between buffers, so that none is still in the cache when it is
+used again.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from deqfast.execution import cuda_graph
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3
-SECONDS = 12.0  # after these, rounds beyond the fewest are given up
-SHORTEST = 2e-3  # seconds that a round of a call should take: shorter calls are repeated within it
+SECONDS = 12.0  # after these, rounds above the fewest are left out
+SHORTEST = 2e-3  # least seconds for a round of a call: shorter calls are repeated within it
 MOST_REPEATS = 200
-CALLS_PER_GRAPH = 20  # a shorter graph would show the cost of launching it
+CALLS_PER_GRAPH = 20  # a shorter graph would show the cost of its launch
 MOST_BUFFERS = 512
-COPY_ELEMENTS = 64 << 20  # fp32, read and written: many times what a cache holds
+COPY_ELEMENTS = 64 << 20  # fp32, read and written: many times the size of a cache
 
 Key = TypeVar("Key", bound=Hashable)
 Call = Callable[[], Any]
 
 
 class Graph:
-    """`calls` on a GPU one after the other without the host; the time told is that of `per` of them."""
+    """Sequence of `calls` on a GPU without the host; the time is that for `per` of them."""
 
     def __init__(self, calls: Sequence[Call], per: float = 1) -> None:
         calls = [*calls] * -(-CALLS_PER_GRAPH // len(calls))
@@ -39,7 +40,7 @@ class Graph:
 
         cuda_graph.aside(work)
         self.replay = cuda_graph.capture([work])[0].replay
-        self.calls = calls  # held: a graph does not hold the tensors that it works on
+        self.calls = calls  # kept, because a graph does not keep the tensors that it works on
         self.share = per / len(calls)
 
     def __call__(self) -> None:
@@ -56,19 +57,19 @@ class Graph:
 
 
 def buffers(nbytes: int) -> int:
-    """How many buffers of `nbytes` have to take turns on the GPU so that its cache has forgotten each by its turn."""
+    """Number of alternating buffers of `nbytes` on the GPU, so that each has left the cache when it is used again."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return max(2, min(MOST_BUFFERS, 2 * cache // max(nbytes, 1) + 2))
 
 
 def wait(device: str) -> None:
-    """Return when the device has done what it was given."""
+    """Wait until the device has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_of(call: Call, repeats: int, device: str) -> float:
-    """Time of one of `repeats` calls, until the device is done."""
+    """Time per call of `repeats` calls, until the device has finished."""
     wait(device)
     if isinstance(call, Graph):
         return call.seconds(repeats)
@@ -80,7 +81,7 @@ def seconds_of(call: Call, repeats: int, device: str) -> float:
 
 
 def repeats_of(seconds: float) -> int:
-    """How often a call of this length is made within a round."""
+    """Number of calls of this length within a round."""
     return max(1, min(MOST_REPEATS, round(SHORTEST / max(seconds, 1e-9))))
 
 
@@ -92,8 +93,8 @@ def in_turns(
 ) -> dict[Key, list[float]]:
     """Seconds per call of every round; each round times all the calls one after the other.
 
-    A first call warms up, a second says how often each call is repeated within a round. After `seconds`, rounds beyond
-    ``FEWEST_ROUNDS`` are left out. A call that takes longer than `seconds` by itself is made once.
+    A first call warms up. A second one determines how often each call is repeated within a round. After `seconds`,
+    rounds above ``FEWEST_ROUNDS`` are left out. A call that takes longer than `seconds` by itself is made once.
     """
     times: dict[Key, list[float]] = {key: [seconds_of(call, 1, device)] for key, call in calls.items()}
     repeats = {}
@@ -111,7 +112,7 @@ def in_turns(
 
 
 class Copy:
-    """A large copy, to be timed in turns with what is compared with its rate."""
+    """Large copy, whose rounds interleave with the calls that are compared with its rate."""
 
     def __init__(self, device: str = "cpu", elements: int = COPY_ELEMENTS) -> None:
         self.source = torch.ones(elements, device=device)
@@ -121,5 +122,5 @@ class Copy:
         self.target.copy_(self.source)
 
     def rate(self, seconds: float) -> float:
-        """Bytes per second, read and write counted."""
+        """Bytes per second, counting read and write."""
         return 2 * self.source.nbytes / seconds

@@ -1,6 +1,7 @@
-"""The bytes that an algorithm must move, each tensor read or written once per use: what the floors are made of.
+"""Bytes that an algorithm must move, each tensor read or written once per use. The floors are computed from them.
 
-Whatever computes the same needs no less unless data stay in a cache. In passes over the state (B, D), or in bytes.
+Any implementation needs at least these, unless data stay in a cache. Counted in passes over the state (B, D), or in
+bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import deqfast
 from deqfast.ops import Kernel
 
-JUDGED_PASSES = 2  # of an evaluation that no step follows: reads z and f
+JUDGED_PASSES = 2  # of an evaluation without a step: reads z and f
 PICARD_PASSES = 3  # reads z and f, writes z
 
 
@@ -22,28 +23,28 @@ def width(history_dtype: torch.dtype | None) -> float:
 
 
 def window(solver: Any, kernel: str = "torch") -> int:
-    """Pairs that Anderson or Broyden keeps at most."""
+    """Most pairs that Anderson or Broyden keeps."""
     return min(solver.history_size or Kernel(kernel).max_history or solver.max_iter, solver.max_iter)
 
 
 def multisecant_passes(pairs: int, width: float) -> float:
     """Passes of one step with a window of `pairs`.
 
-    Both sweeps read f and z, one f at the last iterate, the other writes z; each reads a half of the history and writes
-    a row of it.
+    Both sweeps read f and z. One also reads f at the last iterate, the other writes z. Each reads one half of the
+    history and writes a row of it.
     """
     return 6 + 2 * width + 2 * width * pairs
 
 
 def steps_passes(steps: int) -> int:
-    """Passes of one step of Broyden's method from `steps` steps alone: f and z twice, z, a step, and all steps once."""
+    """Passes of one step of Broyden's method from `steps` steps only: f and z twice; z, a step, and all steps once."""
     return 6 + steps
 
 
 def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
-    """Passes of a whole solve without f: the last evaluation is judged, and no step follows.
+    """Passes of a whole solve without f. The last evaluation is judged, and no step follows.
 
-    kernel: or "torchdeq", whose history has the dtype of the state.
+    kernel: a kernel's name, or "torchdeq", whose history has the dtype of the state.
     """
     steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):
@@ -55,9 +56,9 @@ def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
 
 
 def norm_bytes(op: str, elements: int, y: int, z: int) -> int:
-    """Bytes of a norm_act op on images of `elements`, those of the convolution `y` and of the state `z` bytes wide.
+    """Bytes of a norm_act op on images of `elements`; the convolution's have `y` bytes each, the state's `z` bytes.
 
-    The statistics of both normalisations can be taken from what is read once.
+    One read is enough for the statistics of both normalisations.
     """
     accumulation = max(y, 4)
     per_element = {
@@ -70,10 +71,10 @@ def norm_bytes(op: str, elements: int, y: int, z: int) -> int:
 
 
 def collapse_bytes(samples: int, dim: int, classes: int, item: int, classifier: bool) -> int:
-    """Three passes: over the features for the means, for the scatter, and for a classifier's decisions.
+    """Bytes of three passes: over the features for the means, for the scatter, and for a classifier's decisions.
 
-    The first two read row numbers of 8 bytes too. The first writes the means in float64, the second reads them, and
-    as many directions less one.
+    The first two also read row numbers of 8 bytes. The first writes the means in float64. The second reads the means,
+    and directions, one fewer than the means.
     """
     features = samples * dim * item
     return 2 * (features + 8 * samples) + 8 * dim * (3 * classes - 1) + classifier * features

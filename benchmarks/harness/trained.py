@@ -22,9 +22,9 @@ DIGITS_STEPS = {"tanh": 1000, "relu": 300}  # of training, by activation
 
 
 def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem:
-    """The last block of a finished run's DEQ, at `batch` test images from all parts of the test set.
+    """Last block of a finished run's DEQ, at `batch` test images from all parts of the test set.
 
-    `data_root`: where the files are of a run on CIFAR. Raises StudyError if the run or its data are not there.
+    `data_root`: folder of the files of a run on CIFAR. Raises StudyError if the run or its data are missing.
     """
     folder = RunDirectory(run)
     if not folder.finished:
@@ -46,9 +46,9 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
 
 
 def digits_cell(activation: str, dim: int = 256) -> Problem:
-    """A fully connected cell, trained with the implicit gradient to tell scikit-learn's 8x8 digits, in a minute.
+    """Fully connected cell, trained with the implicit gradient to classify scikit-learn's 8x8 digits, in a minute.
 
-    Nothing keeps its spectral radius small.
+    Its spectral radius is not bounded.
     """
     solver = deqfast.Broyden(1e-4, 40)
     options = {"features": dim, "activation": activation, "solver": solver, "adjoint": deqfast.Implicit(solver)}

@@ -1,4 +1,4 @@
-"""Cases of training steps: forward and backward of one DEQ layer, by deqfast, torchdeq and, once, explicitly."""
+"""Cases of training steps: forward and backward of one DEQ layer by deqfast and torchdeq, and of the cell once."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .solves import solver_name
 
 TOL = 1e-3
 EXACT = 1e-10
-# Relative error of the gradient (Euclidean) against that at the exact fixed point, for a solve that stops at TOL. ReLU
-# masks make it large; the gradient of the other adjoint is 0.8 away.
+# Relative error of the gradient (Euclidean) to that at the exact fixed point, for a solve that stops at TOL. ReLU masks
+# make it large; the gradient of the other adjoint has an error of 0.8.
 ALLOWED = {"fp32": 0.1, "bf16": 0.15}
 PEERS = ("torchdeq", "explicit")
-# kind -> cell of so many channels or features
+# kind -> cell with this many channels or features
 CELLS: dict[str, Callable[[int], nn.Module]] = {
     "residual": deqfast.ResidualCell,
     "fc": lambda features: deqfast.FCCell(features, features),
@@ -36,7 +36,7 @@ Function = Callable[[Tensor, Tensor], Tensor]  # (x, z0) -> z
 
 @dataclass(frozen=True)
 class Layer:
-    """A DEQ layer. cell: "residual", of `shape` (B, C, H, W), "fc" or "linear", of (B, D); adjoint: by its name."""
+    """DEQ layer. cell: "residual", with `shape` (B, C, H, W), "fc" or "linear", with (B, D); adjoint: its name."""
 
     cell: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Layer:
 
 
 class Setup:
-    """The cell of a layer, its input and the direction of the loss, the same numbers for every provider."""
+    """Cell of a layer, its input and the direction of the loss, with the same numbers for every provider."""
 
     def __init__(self, layer: Layer, kernel: str, device: str, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ class Setup:
         self.leaves = [self.x, *self.cell.parameters()]
 
     def step(self, function: Function) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The gradients of <z, direction> in x and the cell's weights, and z."""
+        """Gradients of <z, direction> in x and the cell's weights, and z."""
         with autocast(self.device, self.layer.precision):
             z = function(self.x, self.z0)
         return torch.autograd.grad(z, self.leaves, self.direction.to(z.dtype)), z.detach()
@@ -85,13 +85,13 @@ class Setup:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """One after another, in float64."""
+    """Tensors flattened and concatenated, in float64."""
     return torch.cat([tensor.detach().double().cpu().flatten() for tensor in tensors])
 
 
 @functools.lru_cache(maxsize=2)
 def exact_gradient(layer: Layer, explicit: bool = False) -> tuple[Tensor, Setup]:
-    """The gradient in float64, at the fixed point to 1e-10 or of the cell applied once, with the cell and its input."""
+    """Gradient in float64, at the fixed point to 1e-10 or of the cell applied once, with the cell and its input."""
     setup = Setup(layer, "torch", "cpu", torch.float64)
     solver = deqfast.Anderson(EXACT, 300)
     adjoint: Any = deqfast.JFB() if layer.adjoint == "jfb" else deqfast.Implicit(solver)
@@ -101,10 +101,10 @@ def exact_gradient(layer: Layer, explicit: bool = False) -> tuple[Tensor, Setup]
 
 
 def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, precision: str = "fp32") -> Case:
-    """A training step of a ``Layer``.
+    """Training step of a ``Layer``.
 
-    torchdeq and explicit call the cell of plain torch modules; deqfast's kernels have their own for what
-    surrounds its convolutions.
+    torchdeq and explicit call the cell of plain torch modules; deqfast's kernels have their own ops between its
+    convolutions.
     """
     layer = Layer(cell, shape, adjoint, solver, precision)
 
@@ -120,7 +120,7 @@ def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, 
         facts = judged(layer, provider == "explicit", *setup.step(function))
         if block is None:
             facts["evaluations"] = setup.calls(function)
-        else:  # with the call of the gradient; a solve in one launch counts its own
+        else:  # the gradient's call included; a solve in one launch counts its own
             with autocast(device, precision):
                 facts["evaluations"] = block(setup.x, z0=setup.z0, return_solution=True)[1].evaluations + 1
         asked = count(lambda f: setup.step(function), lambda: None, device)  # the cell's operations too
@@ -131,7 +131,7 @@ def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, 
 
 
 def judged(layer: Layer, explicit: bool, gradient: Iterable[Tensor], z: Tensor) -> Row:
-    """The columns residual and error; ``Wrong`` where the gradient errs by more than is allowed."""
+    """Columns residual and error; raises ``Wrong`` if the gradient's error is too large."""
     exact, setup = exact_gradient(layer, explicit)
     error = float((flat(gradient) - exact).norm() / exact.norm())
     check("relative error of the gradient", error, ALLOWED[layer.precision])

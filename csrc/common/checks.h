@@ -1,4 +1,4 @@
-// Argument checks that name the tensor, what it must be and what it is.
+// Argument checks whose errors name the tensor, what is required and what was given.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -24,7 +24,7 @@ std::string shape_text(const Sizes& sizes) {
   return text + ")";
 }
 
-// The dtype whose elements are a T; that of two bytes is bfloat16, for which every device has a type of its own.
+// The dtype whose elements are a T. A class of two bytes is bfloat16, for which every device has its own type.
 template <class T>
 constexpr ScalarType scalar_type() {
   if constexpr (std::is_same_v<T, double>) {
@@ -73,14 +73,14 @@ struct Checker {
     check(like_name, like, {like.size(0), like.size(1)}, dtype);
   }
 
-  // Check an argument that is read, and where it lies.
+// Check an argument that is read, and its device and layout.
   template <class T>
   const T* in(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
     check(name, tensor, shape, scalar_type<T>());
     return static_cast<const T*>(tensor.const_data_ptr());
   }
 
-  // The same for one that is written.
+  // The same for an argument that is written.
   template <class T>
   T* out(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
     check(name, tensor, shape, scalar_type<T>());
@@ -99,7 +99,7 @@ struct Checker {
             batch};
   }
 
-  // The dtype of the history and the pairs that it has room for.
+  // The dtype of the history and the number of pairs that fit into it.
   std::pair<ScalarType, int> check_history(const Tensor& left, int64_t method, int64_t max_history) const {
     const int64_t history = left.dim() == 3 ? left.size(1) : 0;
     const auto dtype = like.scalar_type(), history_dtype = left.scalar_type();
@@ -123,7 +123,7 @@ void dispatch_state(ScalarType dtype, const F& body) {
   }
 }
 
-// Call `body` with a zero of the state's type and one of the history's; bfloat16 goes beside float only.
+// Call `body` with a zero of the state's type and one of the history's; bfloat16 is allowed with float only.
 template <class BFloat16, class F>
 void dispatch_history(ScalarType state, ScalarType history, const F& body) {
   if (state == ScalarType::Double) {

@@ -1,4 +1,4 @@
-// Numbers that the kernels of every backend share; kernels/constants.py holds the same for Python.
+// Numbers that the kernels of every backend share; kernels/constants.py has the same for Python.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace deqfast {
 
 enum Status : int8_t { kRunning = 0, kConverged = 1, kNonfinite = 2, kStalled = 3, kMaxIter = 6, kEscaped = 7 };
 
-// In low precision a sample stalls after so many iterations in which no relative residual fell below this factor.
+// In low precision a sample stalls after this many iterations in which no relative residual fell below this factor.
 constexpr int kStallIterations = 5;
 constexpr double kStallGain = 0.95;
 
@@ -16,14 +16,14 @@ constexpr double kStallGain = 0.95;
 constexpr double kGrowth = 2.0;
 constexpr double kReduction = 0.1;
 constexpr double kReductionPerTol = 100.0;
-// The unit of rounding of a low-precision f is the stall floor over this.
+// The rounding unit of a low-precision f is the stall floor over this.
 constexpr double kRoundingsOfStallFloor = 8.0;
 
 enum Method : int64_t { kBroydenGood = 0, kBroydenBad = 1, kAndersonI = 2, kAndersonII = 3 };
 
 // Pivots of the equilibrated window matrix below this carry no information.
 constexpr double kPivotFloor = 1e-7;
-// Pairs that a GPU kernel takes at most: their window lives in registers and shared memory.
+// The most pairs in a GPU kernel: their window is in registers and shared memory.
 constexpr int kMaxGpuHistory = 32;
 
 enum Activation : int64_t { kIdentity = 0, kRelu = 1, kTanh = 2, kGelu = 3 };

@@ -1,4 +1,4 @@
-// What Python asks of the CUDA kernel of fc_fixed_point before it launches.
+// Query of Python before it launches the CUDA kernel of fc_fixed_point.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The stop rule among the arguments of an op. An op takes every number as an argument of its own: a list of them costs
-// the dispatcher two microseconds a call.
+// The stop rule as arguments of an op. Every number is an argument of its own, because a list costs the dispatcher two
+// microseconds per call.
 #pragma once
 
 #include <tuple>
@@ -10,7 +10,7 @@
 
 namespace deqfast {
 
-// `Flat<&f>::Op::call` is `f` with the numbers of the rule in the place of its one argument of type RuleNumbers.
+// `Flat<&f>::Op::call` is `f` with the numbers of the rule in place of its one argument of type RuleNumbers.
 template <auto function, class = decltype(function)>
 struct Flat;
 

@@ -1,5 +1,5 @@
-// The neural-collapse ops, and what they work on: rows of features, class after class. A device runs the kernels. deqfast/ops/collapse/__init__.py
-// tells the arguments.
+// The neural-collapse ops and their arguments: rows of features, class after class. A device runs the kernels.
+// deqfast/ops/collapse/__init__.py explains the arguments.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +19,7 @@ struct Grouped {
 
   DEQFAST_HD const H* row(int64_t i) const { return features + rows[i] * stride; }
 
-  // The class of the i-th of the grouped rows: the last one that begins at i or before.
+  // The class of the i-th of the grouped rows: the last class that begins at or before i.
   DEQFAST_HD int64_t class_of(int64_t i) const {
     int64_t low = 0, high = classes - 1;
     while (low < high) {
@@ -34,8 +34,8 @@ struct Grouped {
   }
 };
 
-// Sums over classes are formed by chunks of kChunkRows grouped rows, whatever their classes. The part of class k in
-// chunk c goes to slot c + k: with every part at least one of the two moves on.
+// Sums over classes are formed by chunks of kChunkRows grouped rows, of any classes. The part of class k in chunk c
+// goes to slot c + k. From one part to the next, c or k grows, so that no two parts share a slot.
 inline int64_t chunks_of(int64_t count) { return (count + kChunkRows - 1) / kChunkRows; }
 
 inline Checker grouped_checker(const char* op, const Tensor& features, const Tensor& rows, const Tensor& offsets) {
@@ -71,7 +71,7 @@ Grouped<H> grouped_of(const Tensor& features, const Tensor& rows, const Tensor& 
           offsets.const_data_ptr<int64_t>(), features.stride(0), features.size(1), rows.size(0), offsets.size(0) - 1};
 }
 
-// Call `body` with a zero of the features' type, of the device's own for the short ones.
+// Call `body` with a zero of the features' type; for the 16-bit types, of the device's own type.
 template <class Half, class BFloat16, class F>
 void dispatch_features(ScalarType dtype, const F& body) {
   if (dtype == ScalarType::Half) {

@@ -1,4 +1,4 @@
-// The judgement passed on every sample after every evaluation of f: residuals, best iterate, status.
+// The judgement of every sample after every evaluation of f: residuals, best iterate, status.
 // Shared by the CPU and CUDA kernels; `deqfast/ops/steps/reference.py` (_judge) is the specification.
 #pragma once
 
@@ -47,8 +47,8 @@ struct StopRule {
   T offset;
   bool maximum;
   bool last;      // no further evaluation follows, so no step is taken
-  T reduction;    // what must be left of the first residual where |f(z)| has outgrown the start
-  T atol;         // |f(z) - z| that is small whatever the first one was
+  T reduction;    // largest fraction of the first residual that may be left if |f(z)| has outgrown the start
+  T atol;         // |f(z) - z| that counts as small for any first residual
   T rounding;     // unit of f's rounding
 };
 
@@ -71,7 +71,7 @@ StopRule<T> rule_of(int64_t k, bool last, const RuleNumbers& numbers) {
 }
 
 // Rows of a monitor's progress: the relative residual and the iteration of the last gain of 5 %, |g| of the first
-// evaluation, the size of the start, |f(z)| of the best iterate, and the least residual in the measure of tol.
+// evaluation, the size of the start, |f(z)| of the best iterate, and the least residual that tol was compared with.
 enum Progress { kGain, kGainIteration, kFirstResidual, kStartSize, kBestSize, kLeast, kProgress };
 
 template <class T>
@@ -96,14 +96,14 @@ struct Norms {
   T res, f;
 };
 
-// Whether a sum of squares tells the length of a vector: it has neither overflown nor, with terms that underflow, lost
-// more than its rounding.
+// Whether a sum of squares gives the length of a vector: it has not overflowed, and underflow of its terms has cost
+// less than its rounding.
 template <class T>
 DEQFAST_HD bool is_sound(T square) {
   return square >= Limits<T>::tiny / Limits<T>::epsilon && square <= Limits<T>::max;
 }
 
-// |x|, or infinity where x is NaN, which no comparison would keep.
+// |x|, or infinity if x is NaN, which no comparison would keep.
 template <class T>
 DEQFAST_HD T magnitude(T x) {
   const T size = x < 0 ? -x : x;
@@ -115,13 +115,13 @@ DEQFAST_HD T larger(T a, T b) {
   return a > b ? a : b;
 }
 
-// What a vector is divided by before its squares are added up once more, by its largest magnitude.
+// The divisor of a vector before its squares are added up again, from its largest magnitude.
 template <class T>
 DEQFAST_HD Norms<T> scale_of(const Norms<T>& largest) {
   return {larger(largest.res, Limits<T>::tiny), larger(largest.f, Limits<T>::tiny)};
 }
 
-// The length of a vector by its sum of squares if that is sound, else by the one of the vector over `scale`.
+// The length of a vector by its sum of squares if that is sound, else by the sum of squares of the vector over `scale`.
 template <class T>
 DEQFAST_HD T length_of(T square, T scale, T scaled_square) {
   if (is_sound(square)) return sqrt(square);
@@ -129,8 +129,9 @@ DEQFAST_HD T length_of(T square, T scale, T scaled_square) {
   return scale <= Limits<T>::max && length > Limits<T>::max ? Limits<T>::max : length;
 }
 
-// The norms of the rule. `vectors` are f(z) - z and f(z); they are read again for their largest magnitudes, and once
-// more for the sums of squares of both over a scale, where `squares`, the plain sums, do not do.
+// The norms of the rule. `vectors` are f(z) - z and f(z). They are read a second time for their largest magnitudes, if
+// these are the norms or `squares`, the plain sums, are not sound. If these are not sound, a third pass sums the
+// squares of both over a scale.
 template <class T, class Vectors>
 __attribute__((always_inline)) DEQFAST_HD inline Norms<T> norms_of(const StopRule<T>& rule, const Norms<T>& squares,
                                                                    const Vectors& vectors) {
@@ -143,14 +144,14 @@ __attribute__((always_inline)) DEQFAST_HD inline Norms<T> norms_of(const StopRul
   return {length_of(squares.res, scale.res, scaled.res), length_of(squares.f, scale.f, scaled.f)};
 }
 
-// Whether a residual that meets the tolerance is that of a fixed point: see Evaluation.converged of the specification.
+// Whether a residual that meets the tolerance belongs to a fixed point: see Evaluation.converged of the specification.
 template <class T>
 DEQFAST_HD bool is_settled(const Norms<T>& norms, T first, T start, const StopRule<T>& rule) {
   if (norms.f <= static_cast<T>(kGrowth) * start && norms.res <= first) return true;
   return norms.res + rule.rounding * norms.f <= larger(first * rule.reduction, rule.atol);
 }
 
-// The caller decrements `active` when a sample neither advances nor is running; that is whenever its status changed.
+// The caller decrements `active` when the status of a sample has changed: it neither advances nor runs then.
 template <class T>
 DEQFAST_HD Verdict judge(const Monitor<T>& m, int64_t row, const Norms<T>& norms, const StopRule<T>& rule) {
   T* rel_best = m.residual + row;

@@ -1,4 +1,4 @@
-// What the norm_act ops work on, and the checks of their arguments, which deqfast/ops/norm_act/__init__.py tells.
+// Parameters of the norm_act ops, and the checks of their arguments; see deqfast/ops/norm_act/__init__.py.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,7 +14,7 @@ struct NormShape {
   bool channels_last;
 };
 
-// Whether the elements lie without gaps, channels fastest or in the order of the dimensions; none do in any way.
+// Whether the tensor is contiguous, in channels_last or in the order of its dimensions. An empty tensor always is.
 inline bool is_dense(const Tensor& tensor, bool channels_last) {
   if (tensor.numel() == 0) return true;
   constexpr int orders[2][4] = {{3, 2, 1, 0}, {1, 3, 2, 0}};
@@ -31,7 +31,7 @@ inline ScalarType accumulation_dtype(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Memory without values for a result shaped as `like`, in its memory format.
+// Uninitialised memory for a result with the shape and memory format of `like`.
 inline Tensor empty_like(const Tensor& like, ScalarType dtype) {
   std::array<StableIValue, 6> stack{
       torch::stable::detail::from(like),         torch::stable::detail::from(std::optional<ScalarType>(dtype)),
@@ -47,7 +47,7 @@ struct NormChecker : Checker {
 
   NormChecker(const char* op, const Tensor& y) : Checker{op, y, "y"} {}
 
-  // `native` says whether the kernel takes contiguous tensors too. Of single pixels both formats are true.
+  // `native`: whether the kernel also takes contiguous tensors. A tensor of single pixels has both formats.
   NormShape shape(int64_t groups, bool native) const {
     const auto dtype = y.scalar_type();
     STD_TORCH_CHECK(y.dim() == 4 && y.size(1) * y.size(2) * y.size(3) > 0, op,
@@ -62,16 +62,16 @@ struct NormChecker : Checker {
     return shape;
   }
 
-  // The dtype of x and z beside y's.
+  // The dtype of x and z, given y's.
   ScalarType state_dtype(const Tensor& z) const {
     const auto dtype = z.scalar_type();
     STD_TORCH_CHECK(
         dtype == y.scalar_type() || (dtype == ScalarType::Float && y.scalar_type() == ScalarType::BFloat16), op,
-        ": `z` must have the dtype of `y`, or float32 beside bfloat16, got ", torch::headeronly::toString(dtype));
+        ": `z` must have the dtype of `y`, or float32 with bfloat16, got ", torch::headeronly::toString(dtype));
     return dtype;
   }
 
-  // A tensor shaped as y, in the same memory format.
+  // A tensor with the shape and memory format of y.
   void map(const char* name, const Tensor& tensor, const NormShape& shape, ScalarType dtype) const {
     match(name, tensor, {shape.batch, shape.channels, y.size(2), y.size(3)}, dtype);
     STD_TORCH_CHECK(is_dense(tensor, shape.channels_last), op, ": `", name,
@@ -84,7 +84,7 @@ struct NormChecker : Checker {
     check(name, tensor, sizes, accumulation_dtype(y));
   }
 
-  // What norm_act_residual and its backward both take.
+  // The common arguments of norm_act_residual and its backward.
   NormShape residual_shape(const Tensor& x, const Tensor& z, const Tensor& weight2, const Tensor& bias2,
                            const Tensor& weight3, int64_t groups, bool native) const {
     const NormShape s = shape(groups, native);
@@ -97,7 +97,7 @@ struct NormChecker : Checker {
     return s;
   }
 
-  // What the backward takes of the forward's results.
+  // The results of the forward pass that the backward takes.
   void residual_results(const Tensor& grad, const Tensor& mean2, const Tensor& rstd2, const Tensor& mean3,
                         const Tensor& rstd3, const NormShape& s) const {
     map("grad", grad, s, accumulation_dtype(y));
@@ -108,7 +108,7 @@ struct NormChecker : Checker {
   }
 };
 
-// What elements of a type are summed in.
+// The type in which elements of a type are summed.
 template <class Y>
 struct AccumulatorOf {
   using type = float;
@@ -206,9 +206,9 @@ struct ResidualBackwardParams {
   T* grad_affine;  // (4, B, C)
 };
 
-// The ops: check the arguments, allocate the results and compute them. Each is a template on `Device`, which tells the
-// kernels of a file: `run(params, y)` computes on the device of y, `native` is told in NormChecker, and `BFloat16` is
-// the device's type for it.
+// The ops: check the arguments, allocate the results and compute them. Each is a template on `Device`, which describes
+// the kernels of a file: `run(params, y)` computes on the device of y, `native` is explained in NormChecker, and
+// `BFloat16` is the device's type for it.
 template <class Device>
 std::tuple<Tensor, Tensor, Tensor> norm_act(Tensor y, Tensor weight, Tensor bias, int64_t groups, double eps) {
   const NormChecker checker{"norm_act", y};

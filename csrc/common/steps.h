@@ -60,7 +60,7 @@ struct MultisecantParams {
   int64_t method;
   T alpha, beta, ridge;
 
-  // Pairs of this step; without a step to come only the residual counts.
+  // Pairs of this step; none in the last one, in which only the residual counts.
   DEQFAST_HD int pairs() const { return rule.last ? 0 : window.size(); }
 };
 

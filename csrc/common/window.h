@@ -1,8 +1,8 @@
 // The window of secant pairs: ring-buffer slots and the window matrix N. Shared by the CPU and CUDA kernels.
 //
 // They do not share the solve of N gamma = t. The CPU eliminates below the diagonal and substitutes back, in memory. A
-// warp holds a row per lane in registers and eliminates above the diagonal too (Gauss-Jordan), for substitution would
-// leave all lanes but one idle. The two round differently.
+// warp keeps a row per lane in registers and eliminates above the diagonal too (Gauss-Jordan), because substitution
+// would leave all lanes idle except one. The two round differently.
 #pragma once
 
 #include "monitor.h"
@@ -12,8 +12,8 @@ namespace deqfast {
 // `left` holds differences of the residual (Y) for these methods, steps (S) for the others.
 DEQFAST_HD inline bool left_is_y(int64_t method) { return method == kBroydenBad || method == kAndersonII; }
 
-// Pair i is made by step i and lies in slot i % history. At iteration k its slot `next` receives step k. The window
-// holds the newest `most` pairs.
+// Pair i is made by step i and is in slot i % history. At iteration k its slot `next` receives step k. The window is
+// the newest `most` pairs.
 struct Window {
   int64_t k;
   int history;
@@ -39,7 +39,7 @@ struct OneLane {
   DEQFAST_HD void sync() const {}
 };
 
-// The window matrix (history + 2, history), of any distance between its rows; its last two are |left|^2 and |y|^2.
+// The window matrix (history + 2, history), with any distance between its rows; its last two are |left|^2 and |y|^2.
 template <class T>
 struct Gram {
   T* entries;
@@ -49,8 +49,8 @@ struct Gram {
 };
 
 // Enter the newest pair in the window matrix: its column L^T y, its row, and the squares of its lengths. `ly` and `ls`
-// (Anderson I) are L^T y and L^T s by slot; `old_row` is what the row held before, DF^T s (Anderson I). The lanes share
-// all arrays.
+// (Anderson I) are L^T y and L^T s by slot; `old_row` is the former content of the row, DF^T s (Anderson I). The lanes
+// share all arrays.
 template <class T, class Dot, class Lanes>
 DEQFAST_HD void enter_pair(const Gram<T>& gram, const T* old_row, const Dot* ly, const Dot* ls, T s_sq, T y_sq,
                            const Window& window, int64_t method, T beta, const Lanes& lanes) {
@@ -62,7 +62,7 @@ DEQFAST_HD void enter_pair(const Gram<T>& gram, const T* old_row, const Dot* ly,
       gram.at(newest, j) = (old_row[j] - static_cast<T>(ls[j])) / beta;
     }
   }
-  lanes.sync();  // row and column share their diagonal entry, which is the column's
+  lanes.sync();  // row and column share their diagonal entry, which comes from the column
   for (int j = lanes.index; j < n; j += lanes.count) gram.at(j, newest) = static_cast<T>(ly[j]);
   if (lanes.index == 0) {
     gram.at(m, newest) = left_is_y(method) ? y_sq : s_sq;

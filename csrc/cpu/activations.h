@@ -1,5 +1,5 @@
-// The activations of the fully connected cell on vectors. In float they are polynomials and one exponential: tanh is
-// within 1.4 units in the last place, gelu errs as much as torch's; in double they are the math library's, lane by lane.
+// The activations of the fully connected cell on vectors. In float they are polynomials and one exponential. The error
+// of tanh is at most 1.4 units in the last place, and gelu's is torch's. In double they call the math library per lane.
 #pragma once
 
 #include "../common/fc.h"

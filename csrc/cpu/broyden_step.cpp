@@ -1,6 +1,5 @@
-// broyden_step on the CPU: Broyden's method from its steps alone, z <- z + p with
-// p = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1}). Both sweeps read the steps; the second finds them in the cache if they fit
-// there.
+// broyden_step on the CPU: Broyden's method from its steps only, z <- z + p with p = (g + sum_i c_i s_{i+1}) / (1 -
+// c_{k-1}). Both sweeps read the steps; the second finds them in the cache if they fit there.
 #include <torch/csrc/stable/library.h>
 
 #include "../common/steps.h"
@@ -20,18 +19,18 @@ struct BroydenStep : SampleStep {
     int first = 0;               // step with which the history begins
     double scale = 1.0;
     std::vector<double> c;   // coefficients
-    std::vector<T> weight;   // of the steps that are added to g, negative
+    std::vector<T> weight;   // negative weights of the steps that are added to g
 
     explicit Sample(const BroydenStep& step) : c(step.n), weight(step.n) {}
   };
 
   const BroydenParams<T>& a;
-  const int n, ss;  // steps; where the sums S^T s of the newest step begin, behind S^T g
+  const int n, ss;  // steps; where the sums S^T s of the newest step begin, after S^T g
 
   explicit BroydenStep(const BroydenParams<T>& a)
       : SampleStep(a.monitor.batch, a.dim),
         a(a),
-        n(a.rule.last ? 0 : static_cast<int>(a.rule.k)),  // without a step to come only the residual counts
+        n(a.rule.last ? 0 : static_cast<int>(a.rule.k)),  // only the residual counts in the last step
         ss(sg + n) {}
   int rows() const { return n + 1; }
   int slots(int part) const { return part == kSweep1 ? ss + n : 0; }
@@ -64,8 +63,8 @@ struct BroydenStep : SampleStep {
     }
   }
 
-  // Enter the newest step in the Gram matrix and solve for the coefficients by forward recurrence; whether the step
-  // they give can be taken.
+  // Enter the newest step in the Gram matrix, and solve for the coefficients by forward recurrence. Returns whether the
+  // step of these coefficients can be taken.
   bool find_coefficients(int64_t row, Sums sums, Sample& sample) const {
     T* gram = a.gram + row * a.rows * a.rows;
     for (int j = 0; j < n; ++j) gram[(n - 1) * a.rows + j] = static_cast<T>(sums.total(ss + j));

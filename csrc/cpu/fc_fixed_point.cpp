@@ -1,8 +1,8 @@
 // fc_fixed_point on the CPU: the whole solve of z = act(W z + c), block of samples by block of samples.
 //
 // W is packed once into panels of a few vectors of output columns, [k][column], so that a vector runs over columns and
-// a panel streams from the cache. A block iterates until its last sample is done; samples that are done leave it, the
-// others close up. Every sum runs over k in panels of kDepth in one order, so that a sample's bits depend neither on
+// a panel streams from the cache. A block iterates until its last sample is done. Finished samples leave the block, and
+// the others move up. Every sum runs over k in panels of kDepth in one order, so that a sample's bits depend neither on
 // its block nor on the number of threads.
 #include <torch/csrc/stable/library.h>
 
@@ -20,10 +20,10 @@ namespace deqfast {
 namespace {
 
 constexpr int64_t kBlock = 16;   // samples
-constexpr int64_t kDepth = 256;  // k per partial sum: what is accumulated in one go loses few bits
+constexpr int64_t kDepth = 256;  // k per partial sum: short sums lose few bits
 
-// The tile of sums, kVectors for each of kRows rows: it and the weights fit in 32 registers of a whole vector or of a
-// quarter, or in 16 of half a one.
+// The tile of sums has kVectors vectors for each of kRows rows. With the weights it fits in 32 registers of a whole or
+// a quarter vector, or in 16 of half a vector.
 constexpr int kRows = kParts == 1 ? 8 : 6, kVectors = kParts == 1 ? 2 : 1;
 
 struct FreeAligned {
@@ -48,7 +48,7 @@ struct FcArgs {
   int64_t dim, stride, max_iter, activation;  // stride: dim rounded up to whole panels
 };
 
-// The running samples of a block: row i of z and f belongs to the sample first + index[i].
+// The running samples of a block: row i of z and f belongs to sample first + index[i].
 template <class T>
 struct Block {
   T* z;
@@ -86,7 +86,7 @@ DEQFAST_INLINE void multiply_tile(const FcArgs<T>& a, const T* z, T* f, const T*
   }
 }
 
-// f = act(W z + c) of the rows from `row` on, and their number in groups of Rows, then of half as many.
+// f = act(W z + c) of the rows from `row` on, in groups of Rows, then of half as many.
 template <class T, int Rows>
 DEQFAST_INLINE void multiply_rows(const FcArgs<T>& a, const Block<T>& b, int64_t row, int64_t column) {
   constexpr int64_t columns = kVectors * Simd<T>::lanes;
@@ -105,7 +105,7 @@ DEQFAST_INLINE void multiply_rows(const FcArgs<T>& a, const Block<T>& b, int64_t
   if constexpr (Rows > 1) multiply_rows<T, Rows / 2>(a, b, row, column);
 }
 
-// Judge row i of the block; whether its sample goes on.
+// Judge row i of the block; return whether its sample continues.
 template <class T>
 DEQFAST_INLINE bool settle(const FcArgs<T>& a, const Block<T>& b, int64_t i, const StopRule<T>& rule) {
   constexpr int W = Simd<T>::lanes;
@@ -163,7 +163,7 @@ float widen(BFloat16 x) {
   return value;
 }
 
-// Panel by panel, W transposed in squares that stay in the cache; columns past the last are zero.
+// Panel by panel, W transposed in squares that stay in the cache; columns after the last are zero.
 template <class T, class H>
 Buffer<T> pack_weight(const H* weight, int64_t dim, int64_t stride, int64_t columns) {
   constexpr int64_t kSquare = 64;
@@ -191,7 +191,7 @@ void launch(const H* weight, FcArgs<T> args) {
   const auto packed = pack_weight<T>(weight, args.dim, args.stride, columns);
   args.weight = packed.get();
   const int64_t blocks = (batch + kBlock - 1) / kBlock;
-  // A product takes about an eighth of what an element of a pass takes, and a solve has a handful of iterations.
+  // A product takes about an eighth of the time of an element of a pass, and a solve has a handful of iterations.
   const int64_t grain = grain_of(kBlock * args.dim * args.stride);
   torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
     const auto memory = make_buffer<T>(2 * kBlock * args.stride);

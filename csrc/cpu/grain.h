@@ -1,5 +1,5 @@
-// From how much work on a second thread is woken. OpenMP's threads spin while they wait for each other, for milliseconds
-// where other processes want their cores: what one thread does in some 25 us is not shared.
+// The least work for which a second thread is used. OpenMP's threads spin while they wait for each other, for
+// milliseconds if other processes want their cores. Work of about 25 us on one thread is therefore not shared.
 #pragma once
 
 #include <algorithm>
@@ -7,9 +7,9 @@
 
 namespace deqfast {
 
-constexpr int64_t kLeastElements = 1 << 17;  // passed over once, at some 0.2 ns an element
+constexpr int64_t kLeastElements = 1 << 17;  // one pass over them takes about 0.2 ns per element
 
-// Items for a thread, each of so many elements.
+// Number of items for a thread, if each has this many elements.
 inline int64_t grain_of(int64_t elements) {
   return std::max<int64_t>(kLeastElements / std::max<int64_t>(elements, 1), 1);
 }

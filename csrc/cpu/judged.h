@@ -1,4 +1,4 @@
-// What the steps of the solvers share on the CPU: the judgement passed between the sweeps, and what follows from it.
+// Common parts of the solvers' steps on the CPU: the judgement between the sweeps, and its consequences.
 #pragma once
 
 #include "../common/monitor.h"
@@ -9,7 +9,7 @@ namespace deqfast {
 // The first slots of a solver step's first sweep: |f(z) - z|^2 and |f(z)|^2.
 constexpr int kResSq = 0, kFSq = 1, kJudgedSlots = 2;
 
-// A sample's f(z) - z and f(z).
+// f(z) - z and f(z) of a sample.
 template <class T>
 struct Vectors {
   static constexpr int W = Simd<T>::lanes;

@@ -1,4 +1,4 @@
-// loop_begin and loop_end: the tensors of a loop in compiled code, and what a solve returns of them.
+// loop_begin and loop_end: the tensors of a loop in compiled code, and the results of its solve.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ void write_start(const View& z0, const View& values, int64_t rows, int64_t batch
   std::fill_n(z + 2 * rows, (2 + kProgress) * batch, Limits<T>::infinity);
 }
 
-// `solve`: 0, to begin only if z0 is finite; else the number of a solve that begins always.
+// `solve`: 0 to begin only if z0 is finite; else the number of a solve that always begins.
 Begun loop_begin(View z0, int64_t elements, int64_t integers, int64_t solve) {
   const int64_t batch = z0.size(0), dim = z0.size(1);
   const View values{new_tensor<1>({elements}, z0.dtype())}, counts{new_tensor<1>({integers}, ScalarType::Int)},

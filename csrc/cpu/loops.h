@@ -1,7 +1,7 @@
 // The solver steps for a loop in compiled code, which calls them as C functions, without the dispatcher.
 //
-// Such a loop hands each tensor to its body at about a tenth of a microsecond. All that a step works on therefore lies
-// in four tensors, see `loop_begin` in deqfast/ops/steps/loops.py.
+// Passing a tensor to the body of such a loop costs about a tenth of a microsecond. A step therefore works on four
+// tensors only, see `loop_begin` in deqfast/ops/steps/loops.py.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -17,7 +17,7 @@
 
 namespace deqfast {
 
-// A tensor that somebody else holds, read without the cost of a Tensor.
+// A tensor owned elsewhere, read without the cost of a Tensor.
 struct View {
   AtenTensorHandle tensor;
 
@@ -39,7 +39,7 @@ struct View {
   }
 };
 
-// A new contiguous tensor without values, for a fraction of the dispatcher's cost.
+// A new uninitialised contiguous tensor, for a fraction of the dispatcher's cost.
 template <size_t dims>
 AtenTensorHandle new_tensor(const std::array<int64_t, dims>& sizes, ScalarType dtype) {
   std::array<int64_t, dims> strides;
@@ -52,13 +52,13 @@ AtenTensorHandle new_tensor(const std::array<int64_t, dims>& sizes, ScalarType d
   return handle;
 }
 
-// Places in `counts`.
+// Positions in `counts`.
 enum Counts { kEvaluations, kActive, kPerSample };
 
-// Elements of `values` that every step has.
+// Number of elements of `values` that every step has.
 inline int64_t values_of_all(int64_t batch, int64_t dim) { return 2 * batch * dim + (2 + kProgress) * batch; }
 
-// The tensors of a loop, cut into those of a step.
+// The tensors of a loop, split into those of a step.
 template <class T>
 struct LoopState {
   int64_t batch, dim;
@@ -79,7 +79,7 @@ struct LoopState {
   }
 };
 
-// The numbers of a step: those of the stop rule, then the solver's.
+// The numbers of a step: the stop rule's, then the solver's.
 struct Numbers {
   const double* begin;
 
@@ -94,14 +94,14 @@ struct Numbers {
 };
 
 // A `Loop` has:
-//   name           the op's
+//   name           the op's name
 //   step           (values, counts, status, history, fz, max_iter, numbers)
-//   numbers        how many of the numbers are its own
-//   parts          how many tensors `history` holds
+//   numbers        how many numbers the solver has
+//   parts          how many tensors `history` consists of
 //   brief_history  whether they may be bfloat16 for a float32 state
 //   more_values    (batch, dim, pairs): elements of `values` in addition to those of every step
 //   more_counts    (batch): likewise of `counts`
-//   check          (k, max_iter, pairs, numbers): raises for what would leave the memory
+//   check          (k, max_iter, pairs, numbers): raises an error before the step would leave its memory
 
 // Run a step, count the evaluation, and return whether another one follows, () bool.
 template <class Loop>
@@ -114,7 +114,7 @@ AtenTensorHandle run_step(View values, View counts, View status, View history, V
   return running;
 }
 
-// The op: as `run_step`, for a caller of whom nothing is known.
+// The op: `run_step` with checks of all arguments.
 template <class Loop>
 Tensor loop_op(Tensor values, Tensor counts, Tensor status, Tensor history, Tensor fz, int64_t max_iter,
                std::vector<double> numbers) {
@@ -140,7 +140,7 @@ Tensor loop_op(Tensor values, Tensor counts, Tensor status, Tensor history, Tens
                            {numbers.data()}));
 }
 
-// Run `body` as a C function does, whose errors are codes.
+// Run `body` as a C function does: errors become codes.
 template <class Body>
 AOTITorchError without_exceptions(const Body& body) {
   try {

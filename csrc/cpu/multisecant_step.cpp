@@ -13,7 +13,7 @@ namespace {
 // Elements of a tile: the rows of twenty pairs stay in the second-level cache between a combination and its dots.
 constexpr int kTile = 512;
 
-// Slots of the first sweep's sums behind which the dots begin: |s|^2 and |y|^2 of the newest pair.
+// Slots of the first sweep's sums before the dots: |s|^2 and |y|^2 of the newest pair.
 constexpr int kSSq = kJudgedSlots, kYSq = kSSq + 1, kSlots = kYSq + 1;
 
 // g of one tile, and, if there are `Pairs`, the newest pair completed: its change y of g and the change of f.
@@ -74,8 +74,8 @@ struct MultisecantStep : SampleStep {
   bool needs_dots() const { return n > 0 && !left_is_y(a.method); }  // of the new step with DF
   int64_t history(int64_t row) const { return static_cast<int64_t>(a.window.history) * dim * row; }
 
-  // Form g, complete the newest pair, take every dot with the left history. One loop for all methods, so that the dots
-  // are compiled once.
+  // Form g, complete the newest pair, and take every dot with the left history. One loop for all methods, so that the
+  // dots are compiled once.
   DEQFAST_INLINE void sweep1(int64_t row, Chunk chunk, Sums sums) const {
     H *left = a.left + history(row), *df = a.df + history(row);
     const bool pairs = a.pairs() > 0;
@@ -112,7 +112,7 @@ struct MultisecantStep : SampleStep {
     solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), a.window, a.method, a.ridge);
   }
 
-  // Take the step, store it as the next pair's, and take its dots with DF where the method needs them.
+  // Take the step, store it as the next pair's, and take its dots with DF if the method needs them.
   DEQFAST_INLINE void sweep2(int64_t row, Chunk chunk, const Sample& sample, Sums sums) const {
     keep_best(sample.verdict, a.z + row * dim + chunk.begin, a.best + row * dim + chunk.begin, chunk.count);
     if (!sample.verdict.advance || a.rule.last) return;
@@ -183,7 +183,7 @@ struct TransposedStep : SampleStep {
   }
 
   void solve(int64_t row, Sums sums, Sample& sample) const {
-    std::fill(sample.gamma.begin(), sample.gamma.end(), T(0));  // of slots outside the window
+    std::fill(sample.gamma.begin(), sample.gamma.end(), T(0));  // in slots outside the window
     for (int j = 0; j < p.history; ++j) sample.t[j] = static_cast<T>(sums.total(j));
     if (p.window(row).size() == 0) return;
     const Gram<const T> gram{p.gram + row * (p.history + 2) * p.history, p.history};

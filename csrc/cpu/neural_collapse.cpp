@@ -1,5 +1,5 @@
-// class_means and within_class_scatter on the CPU, in double throughout. Work is split by the shapes alone and every
-// piece has a place of its own for its partial sums, so that the number of threads has no say in the result.
+// class_means and within_class_scatter on the CPU, in double throughout. Only the shapes determine how work is split,
+// and every piece has a place of its own for its partial sums. So the result does not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -88,7 +88,7 @@ void finish_class(const MeansParams<H>& p, int64_t k, const double* shift, doubl
       for (int64_t chunk = begin / kChunkRows; chunk <= (end - 1) / kChunkRows; ++chunk) {
         sum += load(p.partials + (chunk + k) * g.dim + d, left);
       }
-      mean = sum / count + (load_double(g.row(begin) + d, left) + mean);  // differences of rows first: they are small
+      mean = sum / count + (load_double(g.row(begin) + d, left) + mean);  // small differences of rows first
     }
     store(local + d, mean, left);
   }
@@ -175,7 +175,7 @@ DEQFAST_INLINE void scatter_blocks(const ScatterParams<H>& p, int64_t begin, int
   for (int64_t block = begin; block < end; ++block) scatter_block(p, block, scratch);
 }
 
-// Panel by panel, so that what is read for a group of rows lies together.
+// Panel by panel, so that everything read for a group of rows is adjacent.
 std::vector<double> pack(const double* from, int64_t dim, int64_t count, int64_t panels) {
   std::vector<double> to(panels * dim * kLanes);
   torch::stable::parallel_for(0, panels, grain_of(dim * kLanes), [&](int64_t begin, int64_t end) {

@@ -1,4 +1,4 @@
-// Group normalisation on the CPU: sweeps over pieces of samples that are normalised on their own.
+// Group normalisation on the CPU: sweeps over pieces of samples that are normalised independently.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace deqfast {
 
 // `rows` times `cols` contiguous elements: a sample in channels_last (its rows are pixels), else one group of a sample
-// (its rows are channels). Results per channel or group of all pieces follow each other without gaps.
+// (its rows are channels). Results per channel or group are contiguous over all pieces.
 struct Piece {
   int64_t rows, cols, channels, groups;
 
@@ -77,13 +77,13 @@ DEQFAST_INLINE Vec<T> relu(Vec<T> v) {
   return select(v < T(0), T(0), v);
 }
 
-// The gradient before a relu; NaN passes, as in torch.
+// The gradient before a relu; NaN stays NaN, as in torch.
 template <class T>
 DEQFAST_INLINE Vec<T> masked(Vec<T> grad, Vec<T> before_relu) {
   return select(before_relu <= T(0), T(0), grad);
 }
 
-// The values of the channels at c: a vector where channels are neighbours, else the one channel of the row.
+// The values of the channels at c: a vector if channels are adjacent, else the one channel of the row.
 template <bool kLast, class T, class Count>
 DEQFAST_INLINE auto at(const T* values, int64_t c, Count count) {
   if constexpr (kLast) {
@@ -93,8 +93,8 @@ DEQFAST_INLINE auto at(const T* values, int64_t c, Count count) {
   }
 }
 
-// Calls body(d, c, count, terms) for all vectors of a piece: d is the place of `count` elements, c their channel (the
-// first one in channels_last). What it adds to `terms` is summed per channel into the arrays of `sums`.
+// Calls body(d, c, count, terms) for all vectors of a piece: d is the position of `count` elements, c their channel
+// (the first one in channels_last). The sums of `terms` per channel go to the arrays of `sums`.
 template <class T, bool kLast, int Terms, class Body>
 DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& body) {
   constexpr int W = Simd<T>::lanes;
@@ -121,7 +121,7 @@ DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& bo
         Vec<T> terms[Terms > 0 ? Terms : 1] = {};
         for (int64_t r = row; r < end; ++r) body(r * p.cols + c, c, count, terms);
         for (int k = 0; k < Terms; ++k) {
-          T* sum = sums[k] + c;  // lanes beyond the channels lie in the padding
+          T* sum = sums[k] + c;  // lanes after the last channel are in the padding
           store(sum, load(sum, W) + terms[k], W);
         }
       };
@@ -131,7 +131,7 @@ DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& bo
   }
 }
 
-// Means over groups of what a sweep has summed per channel, times `weight` where it is given.
+// Means over groups of the sums that a sweep formed per channel, times `weight` if given.
 template <class T>
 DEQFAST_INLINE void group_means(const Piece& p, const T* sums, const T* weight, T* means) {
   const int64_t size = p.channels / p.groups;
@@ -145,15 +145,15 @@ DEQFAST_INLINE void group_means(const Piece& p, const T* sums, const T* weight, 
   }
 }
 
-// One value per group to one per channel.
+// Expand one value per group to one per channel.
 template <class T>
 DEQFAST_INLINE void spread(const Piece& p, const T* values, T* per_channel) {
   const int64_t size = p.channels / p.groups;
   for (int64_t g = 0; g < p.groups; ++g) std::fill_n(per_channel + g * size, size, values[g]);
 }
 
-// Statistics of what value(d, c, count) gives in a first pass and again(d, c, count) in a second; mean_c and rstd_c
-// hold them per channel.
+// Statistics of value(d, c, count) in a first pass and of again(d, c, count) in a second; mean_c and rstd_c receive
+// them per channel.
 template <class T, bool kLast, class Value, class Again>
 DEQFAST_INLINE void statistics(const Piece& p, T eps, ChannelArrays<T>& sums, T* mean_c, T* rstd_c, T* mean, T* rstd,
                                const Value& value, const Again& again) {
@@ -171,11 +171,11 @@ DEQFAST_INLINE void statistics(const Piece& p, T eps, ChannelArrays<T>& sums, T*
   spread(p, rstd, rstd_c);
 }
 
-// The gradient of what was normalised, from that of weight * normal + bias.
+// The gradient of the input of a normalisation, from the gradient of weight * normal + bias.
 template <class T, bool kLast>
 class NormBackward {
  public:
-  // sums: of grad * normal and of grad, per channel; arrays: scratch of the piece, three from `first` on.
+  // sums: of grad * normal and of grad, per channel; arrays: scratch memory of the piece, three from `first` on.
   DEQFAST_INLINE NormBackward(const Piece& p, ChannelArrays<T>& sums, const T* weight, const T* rstd_c,
                               ChannelArrays<T>& arrays, int first)
       : weight_(weight), rstd_c_(rstd_c), slope_c_(arrays[first]), mean_c_(arrays[first + 1]) {

@@ -1,5 +1,5 @@
 // norm_act_residual on the CPU: f = GroupNorm3(relu(z + GroupNorm2(y + x))).
-// A piece's passes after the first read from the caches; the memory of f holds y + x in between, then relu(...).
+// A piece's passes after the first read from the caches; the memory of f first holds y + x, then relu(...).
 #include <torch/csrc/stable/library.h>
 
 #include "norm.h"

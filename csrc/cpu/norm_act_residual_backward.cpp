@@ -1,6 +1,6 @@
 // norm_act_residual_backward on the CPU: the gradients of f = GroupNorm3(relu(z + GroupNorm2(y + x))).
-// A file of its own, so that it is compiled beside the forward pass. The memory of the gradients, if they are in the
-// accumulation dtype, holds in between what later passes would compute again.
+// A separate file, so that it is compiled in parallel with the forward pass. If the gradients have the accumulation
+// dtype, their memory holds intermediate results, which later passes would otherwise compute again.
 #include <torch/csrc/stable/library.h>
 
 #include "norm.h"

@@ -1,5 +1,5 @@
-// How a step goes over the samples, and how threads share them. A sweep goes chunk by chunk. The sums of the chunks are
-// added in order, so that the bits do not depend on the threads.
+// Iteration of a step over the samples, and its distribution over threads. A sweep proceeds chunk by chunk. The sums of
+// the chunks are added in order, so that the bits do not depend on the threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -23,16 +23,16 @@ struct Chunk {
 enum Part { kSweep1, kSolve, kSweep2, kCommit };
 inline bool is_sweep(int part) { return part == kSweep1 || part == kSweep2; }
 
-// The base of a step over samples (B, D), which `share_out` runs. A step defines these; both sweeps are inlined.
+// The base of a step over samples (B, D), which `share_out` runs. A step defines the following; sweeps are inlined.
 //
-//   struct Sample;                                what is kept of a sample between the parts, made from the step
-//   int rows() const;                             rows of D elements that a sweep reads: the work on a sample
+//   struct Sample;                                data of a sample kept between the parts, made from the step
+//   int rows() const;                             rows of D elements that a sweep reads: the work per sample
 //   int slots(int part) const;                    number of sums that a sweep takes
 //   bool runs(int64_t row) const;                 whether the sample takes part
 //   void sweep1(row, chunk, sums) const;          read a chunk of the sample; add to the sums
-//   void solve(row, sums, sample) const;          fill `sample` by the sums of all chunks
+//   void solve(row, sums, sample) const;          fill `sample` from the sums of all chunks
 //   void sweep2(row, chunk, sample, sums) const;  write a chunk; add to other sums
-//   void commit(row, sums, sample) const;         write what needs these sums of all chunks; default: nothing
+//   void commit(row, sums, sample) const;         write results of these sums over all chunks; default: nothing
 struct SampleStep {
   const int64_t batch, dim;
 
@@ -41,7 +41,7 @@ struct SampleStep {
   void commit(int64_t, Sums, const Sample&) const {}
 };
 
-// The chunks of a sample that are swept at once, what is kept of the sample, and where the sums of its sweeps go.
+// The chunks of a sample that are swept together, the data kept of the sample, and the place of the sums of its sweeps.
 template <class Step>
 struct Portion {
   int64_t row, begin, end;
@@ -49,12 +49,12 @@ struct Portion {
   Sums total, spare;
 };
 
-// What there is to do: all parts of whole samples, which need the memory of one; or one part, of the samples or of their
-// chunks, with the memory of all.
+// The work to do. Either all parts of whole samples, with memory for one sample, or one part, of the samples or of
+// their chunks, with memory for all.
 template <class Step>
 struct Work {
   const Step& step;
-  const std::vector<int64_t>& rows;  // the samples that take part
+  const std::vector<int64_t>& rows;  // samples that take part
   const bool whole;
   const int64_t chunks;
   const int slots;
@@ -118,7 +118,7 @@ void do_work(Work<Step>& work, int64_t begin, int64_t end) {
 }
 
 // The threads take whole samples, which the second sweep may find in the cache. If samples are few and long, threads
-// share the chunks of all of them.
+// share the chunks of all samples.
 template <class Step>
 void share_out(const Step& step) {
   static_assert(std::is_base_of_v<SampleStep, Step>, "a step derives from SampleStep");

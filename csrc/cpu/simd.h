@@ -1,10 +1,10 @@
-// Vectors of 64 bytes and the row primitives of the solver kernels. A vector is as many registers of the processor as it
-// takes, each of the compiler's own vector types: one that is wider than a register would be kept in memory. So one
-// source, compiled for AVX2 and for AVX-512, has the same lanes and one order of summation.
+// Vectors of 64 bytes and the row primitives of the solver kernels. A vector consists of several of the processor's
+// registers, each one of the compiler's own vector types, because a wider type would be kept in memory. So one source,
+// compiled for AVX2 and for AVX-512, has the same lanes and one order of summation.
 //
-// Libraries such as Highway, xsimd or at::vec have vectors as wide as the processor's registers. With them the lanes, and
-// so the order of a sum and its bits, would depend on the processor. The vector types of gcc and clang also need no
-// dependency to build.
+// Libraries such as Highway, xsimd or at::vec have vectors as wide as the processor's registers. With them the lanes,
+// and so the order and the bits of a sum, would depend on the processor. The vector types of gcc and clang also add no
+// dependency to the build.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <utility>
 
-// Also for lambdas: a vector of several registers goes to a function that is not inlined, and comes back, in memory.
+// Also for lambdas: a vector of several registers is passed in memory to a function that is not inlined.
 #define DEQFAST_ALWAYS_INLINE __attribute__((always_inline))
 #define DEQFAST_INLINE inline DEQFAST_ALWAYS_INLINE
 
@@ -47,7 +47,7 @@ struct Simd {
 
 constexpr int kParts = 64 / kRegister;  // of a vector
 
-// Which lanes of so many bytes to take, as the compiler's comparisons tell it.
+// A mask of lanes of this many bytes each, in the form of the compiler's comparisons.
 template <int Bytes>
 struct Mask {
   using Part = Register<std::conditional_t<Bytes == 4, float, double>>;
@@ -103,7 +103,7 @@ struct Vec {
   friend DEQFAST_INLINE Vec& operator-=(Vec& a, Vec b) { return a = a - b; }
   friend DEQFAST_INLINE Vec& operator/=(Vec& a, Vec b) { return a = a / b; }
 
-  // Lane by lane a where the mask is set, else b.
+  // Per lane a if the mask is set, else b.
   friend DEQFAST_INLINE Vec select(Mask<sizeof(T)> mask, Vec a, Vec b) {
     for (int i = 0; i < kParts; ++i) a.part[i] = mask.part[i] ? a.part[i] : b.part[i];
     return a;
@@ -118,15 +118,15 @@ DEQFAST_INLINE Vec<To> bits_as(Vec<From> v) {
   return to;
 }
 
-// Fewer elements than a vector's W lanes. As the count of a load or store it spares the code for whole vectors, as W as a
-// constant spares that for parts.
+// Fewer elements than a vector's W lanes. With a Tail as the count, a load or store has no code for whole vectors; with
+// the constant W, it has no code for partial ones.
 template <int W>
 struct Tail {
   int64_t count;
   constexpr operator int64_t() const { return count; }
 };
 
-// What body(from) makes of W elements; with a `count` below W of so many, and zeros.
+// The value of body(from) for W elements; with a `count` below W, for that many elements and zeros.
 template <int W, class T, class Count, class Body>
 DEQFAST_INLINE auto padded(const T* from, Count count, const Body& body) {
   if constexpr (!std::is_same_v<Count, Tail<W>>) {
@@ -137,7 +137,7 @@ DEQFAST_INLINE auto padded(const T* from, Count count, const Body& body) {
   return body(static_cast<const T*>(copy));
 }
 
-// Have body(to) write W elements of which the first `count` are kept, all of them if `count` is larger.
+// Have body(to) write W elements, of which the first `count` are kept, or all if `count` is larger.
 template <int W, class T, class Count, class Body>
 DEQFAST_INLINE void cut(T* to, Count count, const Body& body) {
   if constexpr (!std::is_same_v<Count, Tail<W>>) {
@@ -185,18 +185,18 @@ DEQFAST_INLINE void store(T* to, Vec<T> v, Count count) {
   });
 }
 
-// As many elements of any type as a register holds in double; all of these conversions are exact.
+// As many elements of any type as fit in a register in double; all of these conversions are exact.
 DEQFAST_INLINE Register<double> read_double(const double* from) { return read<Register<double>>(from); }
 
 DEQFAST_INLINE Register<double> read_double(const float* from) {
   return __builtin_convertvector(read<Register<float, Vec<double>::width>>(from), Register<double>);
 }
 
-// Half a register of numbers of four bytes.
+// Half a register of elements of four bytes.
 template <class T>
 using Narrow = Register<T, Vec<double>::width>;
 
-// Numbers of two bytes are widened to as many floats as fit in a register, at most eight.
+// Elements of two bytes are widened to as many floats as fit in a register, at most eight.
 constexpr int kWidened = kRegister < 32 ? 4 : 8;
 using Floats = Register<float, kWidened>;
 using Words = Register<uint32_t, kWidened>;
@@ -208,8 +208,8 @@ DEQFAST_INLINE Words read_bits(const H* from) {
 
 DEQFAST_INLINE Floats read_floats(const BFloat16* from) { return (Floats)(read_bits(from) << 16); }
 
-// The exponent's bias goes from 15 to 127. Subnormal halves are multiples of 2^-24, made from integers: where the
-// processor takes subnormal floats for zero, they would be lost in those.
+// The exponent's bias goes from 15 to 127. Subnormal halves are multiples of 2^-24 and are made from integers: as
+// subnormal floats they would be lost if the processor treats those as zero.
 DEQFAST_INLINE Floats read_floats(const Half* from) {
   const Words bits = read_bits(from), exponent = bits & 0x7c00;
   const Floats mantissa = __builtin_convertvector((Register<int32_t, kWidened>)(bits & 0x3ff), Floats);
@@ -259,7 +259,7 @@ DEQFAST_INLINE void store_bits(BFloat16* to, Vec<uint32_t> bits, Count count) {
 template <class Count>
 DEQFAST_INLINE void store(BFloat16* to, Vec<float> v, Count count) { store_bits(to, bfloat16_bits(v), count); }
 
-// A vector as memory of H holds it: rounded once, then used and stored.
+// A vector rounded to H once, as memory of H would store it, then used and stored.
 template <class T, class H>
 struct Held {
   Vec<T> v;
@@ -281,8 +281,8 @@ struct Held<float, BFloat16> {
   }
 };
 
-// Call body(d, lanes) for every vector of W of `count` elements, `lanes` being the compile-time W but for a Tail at
-// the end: a load or store of whole vectors is then one instruction.
+// Call body(d, lanes) for every vector of W of `count` elements. `lanes` is the constant W, except for a Tail at the
+// end: a load or store of whole vectors is then one instruction.
 template <int W, class F>
 DEQFAST_INLINE void for_vectors(int64_t count, const F& body) {
   int64_t d = 0;
@@ -290,14 +290,14 @@ DEQFAST_INLINE void for_vectors(int64_t count, const F& body) {
   if (d < count) body(d, Tail<W>{count - d});
 }
 
-// The lanes of half a register from `First` on, in double. Taken one by one: copied as memory, what they are taken from
-// would be kept in memory.
+// The lanes of half a register from `First` on, in double. They are taken one by one: a copy as memory would keep the
+// register in memory.
 template <int First, size_t... I>
 DEQFAST_INLINE Register<double> half_in_double(Register<float> v, std::index_sequence<I...>) {
   return __builtin_convertvector((Narrow<float>{v[First + I]...}), Register<double>);
 }
 
-// Sums in double of vectors, lane by lane.
+// A vector of doubles with the same sum over its lanes. The halves of a float vector are added.
 DEQFAST_INLINE Vec<double> widened(Vec<double> v) { return v; }
 DEQFAST_INLINE Vec<double> widened(Vec<float> v) {
   constexpr int width = Vec<double>::width;
@@ -310,7 +310,7 @@ DEQFAST_INLINE Vec<double> widened(Vec<float> v) {
   return halves[0] + halves[1];
 }
 
-// The sum over the lanes, in double, by halves: shorter than one lane after the other.
+// The sum over the lanes, in double, by halves: faster than one lane after the other.
 template <class T>
 DEQFAST_INLINE double sum(Vec<T> v) {
   const Vec<double> w = widened(v);

@@ -1,4 +1,4 @@
-// What a sweep over the rows of a sample's history does, tile by tile: dot products and linear combinations.
+// Operations of a sweep over the rows of a sample's history, tile by tile: dot products and linear combinations.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ DEQFAST_INLINE void accumulate(double* to, Vec<double> v) {
   store(to, load(to, Simd<double>::lanes) + v, Simd<double>::lanes);
 }
 
-// By slot, each a vector of partial sums; the memory is another's.
+// Sums by slot, each a vector of partial sums; it does not own the memory.
 struct Sums {
   static constexpr int W = Simd<double>::lanes;
   double* lanes;
@@ -28,7 +28,7 @@ struct Sums {
   }
 };
 
-// Call body(r, R) for blocks of R of the n rows, at most `Most`: the sums of one row alone would wait for each other.
+// Call body(r, R) for blocks of R <= `Most` of the n rows: the sums of a single row would wait for each other.
 template <int Most, class Body>
 DEQFAST_INLINE void for_row_blocks(int n, const Body& body) {
   int r = 0;
@@ -43,8 +43,8 @@ DEQFAST_INLINE void for_row_blocks(int n, const Body& body) {
   blocks_of(std::integral_constant<int, 1>());
 }
 
-// out_v[r] += rows[r] . v over `count` elements, for R rows and the vectors x and (if `Two`) y, which are whole vectors.
-// `Lanes` of each are read at a time: whole vectors, or the one Tail.
+// out_v[r] += rows[r] . v over `count` elements, for R rows and the vectors x and (if `Two`) y, which are whole
+// vectors. Each read takes `Lanes` elements: whole vectors, or the one Tail.
 template <int R, bool Two, class T, class H, class Lanes>
 DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T* y, int64_t count, Lanes lanes,
                               double* out_x, double* out_y) {
@@ -82,7 +82,7 @@ DEQFAST_INLINE void dot_rows(const H* rows, int64_t stride, int n, const T* x, c
   }
 }
 
-// x -= sum_r weight[r] rows[r] over `count` elements of R rows, `Lanes` at a time.
+// x -= sum_r weight[r] rows[r] over `count` elements of R rows, `Lanes` elements per read.
 template <int R, class T, class H, class Lanes>
 DEQFAST_INLINE void combine_block(const H* rows, int64_t stride, const T* weight, int64_t count, Lanes lanes, T* x) {
   constexpr int W = Simd<T>::lanes;

@@ -5,11 +5,11 @@
 
 namespace deqfast {
 
-// Number of T in `work` that solve_window needs for n pairs.
+// Number of elements T in `work` that solve_window needs for n pairs.
 constexpr int solve_workspace(int n) { return n * n + 2 * n; }
 
 // N gamma = t by elimination without pivoting from the newest pair to the oldest, on the equilibrated matrix. The first
-// pivot under kPivotFloor drops its pair and all older ones. Gamma is zero where nothing is left or it overflows.
+// pivot below kPivotFloor drops its pair and all older ones. Gamma is zero if no pair is left or it overflows.
 // t and gamma are indexed by slot. `Transposed`: N^T gamma = t.
 template <bool Transposed = false, class Entry, class T>
 void solve_window(const Gram<Entry>& gram, const T* t, T* gamma, T* work, const Window& window, int64_t method,

@@ -1,4 +1,4 @@
-// What the CUDA solver kernels share: one block of threads works on one sample.
+// Common parts of the CUDA solver kernels: one block of threads works on one sample.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,9 +16,9 @@ namespace deqfast {
 
 constexpr int kThreads = 256;  // of a block, unless the launch says otherwise
 constexpr int kWarps = kThreads / 32;
-constexpr int kMostThreads = 512;  // of a block that a launch may ask for, in whole warps
+constexpr int kMostThreads = 512;  // of the largest block, in whole warps
 
-// N neighbouring elements, moved by one load or store where the address allows 16 bytes (8 for bfloat16).
+// N adjacent elements, moved by one load or store if the address allows 16 bytes (8 for bfloat16).
 template <class T, int N>
 struct alignas(sizeof(T) * N) Pack {
   T value[N];
@@ -29,7 +29,7 @@ __device__ Pack<T, N> load(const T* from) {
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
-// The pack, or zeros. By whole words: chosen by its elements, a pack would be waited for where it is chosen.
+// The pack, or zeros. Selected by whole words: a selection by elements would wait for the load at once.
 template <class T, int N>
 __device__ Pack<T, N> load_if(bool wanted, const T* from) {
   if constexpr (sizeof(Pack<T, N>) % sizeof(uint4) == 0) {
@@ -55,7 +55,7 @@ __device__ void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
-// Left to itself the compiler stores a pack by its elements.
+// By default the compiler stores a pack by its elements.
 __device__ inline void store_word(uint4* to, const uint4& word) {
 #ifdef __CUDA_ARCH__
   asm("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
@@ -81,8 +81,8 @@ __device__ void store_global(T* to, const Pack<T, N>& pack) {
   }
 }
 
-// Begin to copy an element to shared memory; it is there for the threads of the block after `wait_for_copies` of this
-// one and a barrier. Before sm_80 it is there at once.
+// Begin to copy an element to shared memory. The threads of the block can read it after `wait_for_copies` of this one
+// and a barrier. Before sm_80 it is copied immediately.
 template <class T>
 __device__ void copy_to_shared(T* to, const T* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -103,7 +103,7 @@ __device__ inline void wait_for_copies() {
 }
 
 // Sums over the block of values that are numbered at run time. A warp adds to slots of its own, in program order; the
-// slots are added in the order of the warps: always the same bits.
+// slots are added in the order of the warps. The bits are therefore always the same.
 template <class T, int Count>
 struct BlockSums {
   T slots[kMostThreads / 32][Count];
@@ -135,13 +135,13 @@ struct BlockSums {
   }
 };
 
-// x of all threads of the block, combined two by two in an order of its own.
+// x of all threads of the block, combined in pairs in a fixed order.
 template <class T, class Combine>
 __device__ T over_block(T x, const Combine& combine) {
   __shared__ T slots[kMostThreads / 32];
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  __syncthreads();  // slots of a call before are no longer read
+  __syncthreads();  // slots of an earlier call are no longer read
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
   __syncthreads();
   x = slots[0];
@@ -174,7 +174,7 @@ struct BlockVectors {
   }
 };
 
-// The same of a whole sample by the norms of its parts, which lie `stride` elements from each other.
+// The same for a whole sample, from the norms of its parts, `stride` elements apart.
 template <class T>
 struct PartNorms {
   const T* parts;
@@ -199,7 +199,7 @@ struct PartNorms {
   }
 };
 
-// What was known of a sample before it is judged, on its way from the start of a kernel.
+// Records of a sample before its judgement, read at the start of a kernel.
 template <class T>
 struct Records {
   T residual[2], progress[kProgress];
@@ -215,8 +215,8 @@ struct Records {
   }
 };
 
-// The judgement of the block's sample, for all threads, by thread 0, which has fetched the records. The first of the
-// sample's blocks enters what was judged.
+// The judgement of the block's sample by thread 0, which has fetched the records, for all threads. The first of the
+// sample's blocks writes the new records.
 template <class T>
 __device__ Verdict judge_sample(const Records<T>& records, const Monitor<T>& monitor, int64_t row,
                                 const Norms<T>& norms, const StopRule<T>& rule) {
@@ -229,7 +229,7 @@ __device__ Verdict judge_sample(const Records<T>& records, const Monitor<T>& mon
     now = records;
     verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.progress, nullptr, 1}, 0, norms, rule);
   }
-  __syncthreads();  // and all threads have read the status
+  __syncthreads();  // all threads have read the status too
   if (threadIdx.x == 0 && blockIdx.y == 0) {
     monitor.status[row] = status;
     monitor.iterations[row] = iterations;
@@ -240,11 +240,11 @@ __device__ Verdict judge_sample(const Records<T>& records, const Monitor<T>& mon
   return verdict;
 }
 
-// Keep the best iterate or return to it, in the columns [begin, end) of the sample, where no step follows.
+// Keep the best iterate or return to it, in the columns [begin, end) of the sample, if no step follows.
 template <int N, class T>
 __device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, int64_t end) {
   if (!verdict.improved && !verdict.broken) return;
-  constexpr int C = 4;  // loads in flight together
+  constexpr int C = 4;  // concurrent loads
   const T* from = verdict.improved ? z : best;
   T* to = verdict.improved ? best : z;
   for (int64_t first = begin + threadIdx.x * N; first < end; first += C * blockDim.x * N) {
@@ -262,14 +262,14 @@ __device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, 
   }
 }
 
-// Where few samples are long, several blocks share a sample: the first launch leaves partial sums and the norms of the
-// parts, and in the second every block adds them in the same order and reaches the same verdict, from records as they
+// If samples are few and long, several blocks share a sample. The first launch leaves partial sums and the norms of the
+// parts. In the second, every block adds them in the same order and comes to the same verdict, from records as they
 // were before it.
 template <class T>
 struct Snapshot {
   Records<T> records;
   int running;
-  unsigned arrived;  // blocks that have left their part of the second launch's sums
+  unsigned arrived;  // blocks that have written their part of the second launch's sums
 };
 
 // The columns of a block that shares its sample with `gridDim.y` blocks; boundaries are multiples of 16 elements.
@@ -292,8 +292,8 @@ inline int processors_of(int device) {
 // Elements of a long sample. A shorter one is summed in one order, so that its bits do not depend on the batch.
 constexpr int64_t kLong = 8192;
 
-// Blocks per sample for a kernel: one where the samples fill the GPU, else as many as run at once, as long as each has
-// 4096 elements.
+// Blocks per sample for a kernel: one if the samples fill the GPU, else as many as run concurrently, with at least 4096
+// elements each.
 template <class Kernel>
 unsigned blocks_per_sample(Kernel kernel, int64_t batch, int64_t dim, int device) {
   int resident = 0;
@@ -305,7 +305,7 @@ unsigned blocks_per_sample(Kernel kernel, int64_t batch, int64_t dim, int device
   return blocks < 2 ? 1 : static_cast<unsigned>(blocks < 64 ? blocks : 64);
 }
 
-// Memory for the time of a call, on the tensor's device and stream.
+// Memory for the duration of a call, on the tensor's device and stream.
 inline torch::stable::Tensor workspace(const torch::stable::Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
 }

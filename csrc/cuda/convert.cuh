@@ -1,4 +1,4 @@
-// Conversions that say which way they round: torch builds extensions without the implicit conversions of bfloat16.
+// Conversions with explicit rounding: torch builds extensions without the implicit conversions of bfloat16.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,16 +1,16 @@
 // fc_fixed_point on a GPU: the whole solve of z = act(W z + c) in one launch.
 //
 // A team of blocks holds W in shared memory for the whole launch, each block some rows of W (columns of f), stored
-// [k][column]. It solves tiles of `Rows` samples one after another, each until its own samples are done. A block alone
-// needs no other. In a larger team every block writes its columns of f and its part of the norms to a double-buffered
-// workspace, one barrier of the team follows per iteration, and then every block sums the parts in one order and so
-// passes the same verdict. Several teams run side by side, with a fixed assignment of tiles.
+// [k][column]. It solves tiles of `Rows` samples one after another, each until its own samples are done. A single block
+// needs no exchange. In a larger team every block writes its columns of f and its part of the norms to a
+// double-buffered workspace. One barrier of the team follows per iteration. Then every block sums the parts in one
+// order, and so comes to the same verdict. Several teams run concurrently, with a fixed assignment of tiles.
 //
-// How a team is cut depends on D, the dtypes and the GPU alone, never on the batch: a sample's bits are its own.
+// The size of a team depends only on D, the dtypes and the GPU, never on the batch, and neither do a sample's bits.
 //
 // Cost per iteration and block with N columns: Rows D N multiply-adds at 128 per cycle, and D N weights from shared
 // memory at 128 bytes per cycle; on an H200 with D = 256 in float32 (teams of 2, tiles of 2 samples for B = 128) 512
-// and 1024 cycles, 0.6 us, beside about 1.5 us for the team's barrier. Tensor cores would lower the former only.
+// and 1024 cycles, 0.6 us, next to about 1.5 us for the team's barrier. Tensor cores would lower the former only.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -29,15 +29,15 @@ constexpr const char* kOp = "fc_fixed_point";
 constexpr int64_t kMaxDim = 2048;
 constexpr int kMostRows = 16;            // of a tile
 constexpr int kQuad = 4;                 // columns of f per lane
-constexpr int kPass = 32 * kQuad;        // columns that a warp takes at once
+constexpr int kPass = 32 * kQuad;        // columns that a warp computes together
 constexpr int kTileBytes = 32 * 1024;    // of z for the largest tile
 constexpr int kAlignment = 64;           // bytes; of the longest vector, 16 samples of z
-// Of some columns of f - z and f: sums of squares, norms of the rule.
+// Numbers of a range of columns of f - z and f: sums of squares, norms of the rule.
 enum Measure { kResSq, kFSq, kRes, kF, kMeasures };
 constexpr int kReservedBytes = 2 * 1024;  // for the records of the judge
 constexpr int kMaxDevices = 64;
 
-// How W is cut. `lanes` lanes of a warp share the columns of a pass; the others of the 32 take other k.
+// The distribution of W. `lanes` lanes of a warp share the columns of a pass; the others of the 32 take other k.
 struct Plan {
   int columns, team, lanes, most_rows;
 };
@@ -59,7 +59,7 @@ struct FcParams {
   unsigned* arrivals;  // (teams,)
 };
 
-// What a block holds in dynamic shared memory.
+// Dynamic shared memory of a block.
 template <class T, class H>
 struct Slice {
   H* weight;         // (D, columns)
@@ -83,7 +83,7 @@ static_assert(sizeof(Records<double, kMostRows>) <= kReservedBytes, "the records
 __host__ __device__ constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 __host__ __device__ constexpr int chunk_of(int rows) { return rows < 4 ? rows : 4; }
 
-// Offsets in bytes of z, f and the partial sums behind the weight, and the total.
+// Offsets in bytes of z, f and the partial sums after the weight, and the total.
 struct Layout {
   int64_t z, f, partials, total;
 };
@@ -113,7 +113,7 @@ __device__ T warp_max(T x) {
 }
 
 // W's rows first .. first + columns, transposed. A lane reads four neighbours of a row, two lanes a sector of 32 bytes
-// in float32, and the lanes of a store differ in the column: no bank is asked for many words at once.
+// in float32. The lanes of a store differ in the column, which avoids bank conflicts.
 template <class T, class H>
 __device__ void load_weight(const FcParams<T, H>& p, const Slice<T, H>& s) {
   const int columns = p.plan.columns, pairs = (p.dim + 2 * kQuad - 1) / (2 * kQuad);
@@ -133,11 +133,11 @@ __device__ void load_weight(const FcParams<T, H>& p, const Slice<T, H>& s) {
   }
 }
 
-// The lane's sums over its k of W z, for four columns from `column` on; zero where it has none.
+// The lane's sums over its k of W z, for four columns from `column` on; zero if it has none.
 template <class T, class H, int Rows>
 __device__ void multiply(const FcParams<T, H>& p, const Slice<T, H>& s, int column, bool taken,
                          T (&sums)[Rows][kQuad]) {
-  constexpr int unrolled = Rows <= 4 ? 4 : 2;  // loads under way
+  constexpr int unrolled = Rows <= 4 ? 4 : 2;  // concurrent loads
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, lanes = p.plan.lanes, groups = 32 / lanes;
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
@@ -201,7 +201,7 @@ __device__ void evaluate(const FcParams<T, H>& p, const Slice<T, H>& s, int64_t 
   }
 }
 
-// Copy `count` elements, by 16 bytes where both sides start on such; what other blocks have written is read past L1.
+// Copy `count` elements, by 16 bytes if both addresses allow it. Data written by other blocks is read past L1.
 template <bool OfTeam, class T>
 __device__ void copy(T* to, const T* from, int count, bool wide) {
   constexpr int N = sizeof(uint4) / sizeof(T);
@@ -213,9 +213,9 @@ __device__ void copy(T* to, const T* from, int count, bool wide) {
   for (int e = words * N + threadIdx.x; e < count; e += kThreads) move(to + e, from + e);
 }
 
-// Every block of the team has arrived `target` times in all. What they wrote before can be read after, past L1.
-// cooperative_groups has barriers of a block, a cluster and the whole grid. A team is a part of the grid, which goes on
-// when its own samples are done. A cluster holds at most 16 blocks, and exists on sm_90 only.
+// Every block of the team has arrived `target` times in all. Data that they wrote before can be read afterwards, past
+// L1. cooperative_groups has barriers of a block, a cluster and the whole grid. A team is a part of the grid, and
+// continues when its own samples are done. A cluster holds at most 16 blocks, and exists on sm_90 only.
 __device__ inline void team_barrier(unsigned* arrivals, unsigned target) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -269,7 +269,7 @@ __device__ void measure_vectors(const StopRule<T>& rule, int count, const Square
   }
 }
 
-// What the block's columns are of every sample's f - z and f, to `to` (Rows, kMeasures).
+// The numbers of the block's columns of every sample's f - z and f, to `to` (Rows, kMeasures).
 template <class T, class H, int Rows>
 __device__ void measure(const Slice<T, H>& s, const StopRule<T>& rule, T* to) {
   for (int r = threadIdx.x / 32; r < Rows; r += kWarps) {
@@ -285,7 +285,7 @@ __device__ void measure(const Slice<T, H>& s, const StopRule<T>& rule, T* to) {
   }
 }
 
-// The same of whole samples from the parts of the `team` blocks, in the warp that judges the sample.
+// The same for whole samples, from the parts of the `team` blocks, in the warp that judges the sample.
 template <class T, int Rows>
 __device__ void gather_norms(const T* parts, int team, const StopRule<T>& rule, Records<T, Rows>& records) {
   for (int r = threadIdx.x / 32; r < Rows; r += kWarps) {
@@ -299,7 +299,7 @@ __device__ void gather_norms(const T* parts, int team, const StopRule<T>& rule, 
   }
 }
 
-// Judge the tile's running samples; whether any takes another step. Ends with a barrier.
+// Judge the tile's running samples; return whether any takes another step. Ends with a barrier.
 template <class T, int Rows>
 __device__ bool judge_tile(Records<T, Rows>& records, const StopRule<T>& rule) {
   bool advance = false;
@@ -326,7 +326,7 @@ __device__ void keep_best(const FcParams<T, H>& p, const Slice<T, H>& s, const R
   }
 }
 
-// z of the whole tile from z0, the records, and z0 as the value so far.
+// Initialise the tile: z from z0, the records, and z0 as the value so far.
 template <class T, class H, int Rows>
 __device__ void start_tile(const FcParams<T, H>& p, const Slice<T, H>& s, Records<T, Rows>& records, int64_t row) {
   __syncthreads();  // the last tile is no longer read
@@ -417,7 +417,7 @@ int attribute_of(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-// The fewest blocks that hold W beside the largest tile; a team of 0 where the GPU does not.
+// The fewest blocks that hold W and the largest tile; a team of 0 if the GPU has too little shared memory.
 Plan plan_for(int device, int64_t dim, int weight_size, int state_size) {
   if (dim > kMaxDim) return {};
   const int shared = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - kReservedBytes;
@@ -436,7 +436,7 @@ Plan plan_for(int device, int64_t dim, int weight_size, int state_size) {
   return {columns, team, lanes, rows};
 }
 
-// The smallest tile with which all teams work at once.
+// The smallest tile with which all teams work concurrently.
 int rows_for(const Plan& plan, int64_t batch, int processors) {
   int rows = 1;
   while (rows < plan.most_rows && (batch + rows - 1) / rows > processors / plan.team) rows *= 2;

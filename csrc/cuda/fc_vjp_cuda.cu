@@ -7,7 +7,7 @@
 namespace deqfast {
 namespace {
 
-// N neighbouring elements per thread.
+// N adjacent elements per thread.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads) fc_vjp_kernel(const VjpParams<T> p) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;

@@ -1,6 +1,6 @@
-// multisecant_step on a GPU: z <- z + alpha (beta g - DF gamma), N gamma = L^T g. One launch with a block per sample:
-// both sweeps and the small solve between them. Where few samples are long, two launches with several blocks per sample,
-// each of which does the small solve for itself. See ../cpu/multisecant_step.cpp.
+// multisecant_step on a GPU: z <- z + alpha (beta g - DF gamma), N gamma = L^T g. One launch with a block per sample
+// does both sweeps and the small solve between them. If samples are few and long, two launches with several blocks per
+// sample do, and each block does the small solve by itself. See ../cpu/multisecant_step.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <type_traits>
@@ -22,7 +22,7 @@ namespace {
 // The sums of sweep 1: four squares, then L^T g, L^T y and, for Anderson I, L^T s, of n pairs each.
 enum Sum { kResSq, kFSq, kSSq, kYSq, kDots };
 constexpr int kMaxSums = kDots + 3 * kMaxGpuHistory;
-constexpr int kLeft = kMaxSums + 2;  // what a block leaves of its part of a sample: the sums, and the norms of the rule
+constexpr int kLeft = kMaxSums + 2;  // per block of a shared sample: the sums, and the norms of the rule
 
 template <class T, class H>
 __device__ Norms<T> norms_of_columns(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns,
@@ -45,7 +45,7 @@ struct Tile {
 template <class T, int kVector>
 constexpr int kLoads = kVector == 1 ? 32 / sizeof(T) : 64 / sizeof(T) / kVector;
 
-// Form g on a tile, and complete the newest pair there. All that is loaded is under way before any of it is waited for.
+// Form g on a tile, and complete the newest pair there. All loads are issued before the first one is waited for.
 template <class T, class H, int kVector, int kPacks>
 __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t begin, int64_t end,
                           Tile<T, kVector, kPacks>& tile, T (&squares)[kDots]) {
@@ -94,7 +94,7 @@ template <class T, class H, bool kWithLs, int kVector>
 __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns,
                            BlockSums<T, kMaxSums>& sums) {
   constexpr int kPacks = kLoads<T, kVector>;
-  constexpr int kRows = kVector == 1 ? 2 : 8 / kPacks;  // of the history, whose loads are in flight together
+  constexpr int kRows = kVector == 1 ? 2 : 8 / kPacks;  // rows of the history whose loads are concurrent
   const int n = p.pairs();
   const H* left = p.left + row * p.window.history * p.dim;
   T squares[kDots] = {};
@@ -106,7 +106,7 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const 
       Pack<H, kVector> pairs[kRows][kPacks];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const H* from = left + min(j + r, n - 1) * p.dim;  // a row twice, whose sums are left out, rather than a branch
+        const H* from = left + min(j + r, n - 1) * p.dim;  // loads a row twice, with unused sums, rather than branch
 #pragma unroll
         for (int c = 0; c < kPacks; ++c) {
           const int64_t d = begin + (c * blockDim.x + threadIdx.x) * kVector;
@@ -142,11 +142,11 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const 
 }
 
 // Sweep 2: keep the iterate if it is the best, take the step, store it as the next pair's, and add up its dots with DF
-// for the methods that need them. gamma lies in shared memory.
+// for the methods that need them. gamma is in shared memory.
 template <class T, class H, int kMaxDots, int kVector>
 __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns, bool improved,
                             const T* gamma, T (&dots)[kMaxDots + 1]) {
-  constexpr int kRows = 8;  // rows of the history whose loads are in flight together
+  constexpr int kRows = 8;  // rows of the history whose loads are concurrent
   const int n = p.window.size();
   const int64_t history = row * p.window.history * p.dim;
   const H* df = p.df + history;
@@ -198,17 +198,17 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
   }
 }
 
-// What the small solve works on, in shared memory.
+// Shared memory of the small solve.
 template <class T>
 struct SmallSolve {
   T gram[(kMaxGpuHistory | 1) * (kMaxGpuHistory + 2)];
   T t[kMaxGpuHistory];
   T gamma[kMaxGpuHistory];
 
-  // Rows are an odd distance apart, lest the lanes meet in a bank where each reads a row of its own.
+  // Rows are an odd distance apart, so that lanes that read a row each use different banks.
   __device__ Gram<T> matrix(int history) { return {gram, history | 1}; }
 
-  // Begin to copy the window matrix of the sample, (history + 2, history), which has until `wait_for_copies`.
+  // Begin to copy the window matrix of the sample, (history + 2, history); `wait_for_copies` completes it.
   __device__ void fetch(const T* whole, int history) {
     const Gram<T> to = matrix(history);
     for (int i = threadIdx.x; i < (history + 2) * history; i += blockDim.x) {
@@ -217,8 +217,8 @@ struct SmallSolve {
   }
 };
 
-// Enter the newest pair in the window matrix, which has been fetched, and solve for gamma, by the first warp; the first
-// of the sample's blocks writes the pair's row, column and squares back. Gamma is complete for all threads on return.
+// Enter the newest pair in the fetched window matrix, and solve for gamma, by the first warp. The first of the sample's
+// blocks writes the pair's row, column and squares back. Gamma is complete for all threads on return.
 template <class T, class H>
 __device__ void solve_sample(const MultisecantParams<T, H>& p, int64_t row, const T* old_row, const T* sums,
                              SmallSolve<T>& small) {
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kMost<T, H, kMaxDots>, 1) multisecant_kernel(c
   if (threadIdx.x < n) gram[p.window.next() * m + threadIdx.x] = sums.totals[threadIdx.x];
 }
 
-// What the blocks of a sample leave for each other.
+// Data that the blocks of a sample exchange.
 template <class T>
 struct Exchange {
   Snapshot<T>* snapshots;  // (B,)
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// ... and the step. The last block of a sample to end adds up the dots, in the order of the blocks.
+// ... and the step. The last block of a sample to finish adds up the dots, in the order of the blocks.
 template <class T, class H, int kMaxDots, int kVector>
 __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
     multisecant_right_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
@@ -383,8 +383,8 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
   };
   const unsigned parts = blocks_of(&multisecant_left_kernel<T, H, kWithLs, kVector>);
   if (parts == 1) {
-    // One block of 256 threads on a multiprocessor has half as many loads under way as two. A long sample that is alone
-    // there therefore has twice the threads.
+    // One block of 256 threads on a multiprocessor has half as many loads under way as two blocks. A long sample
+    // without a second block there therefore has twice the threads.
     const bool alone = batch <= processors_of(z.get_device_index()) && params.dim >= kLong;
     const int threads = alone ? kMost<T, H, kMaxDots> : kThreads;
     multisecant_kernel<T, H, kMaxDots, kWithLs, kVector><<<batch, threads, 0, stream>>>(params);
@@ -404,8 +404,8 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
   check_launch("multisecant_step");
 }
 
-// The registers that hold the dots of sweep 2 are sized by the window at this iteration, not by the history. Rows that
-// do not start on 16 bytes are slow anyway, and share one kernel.
+// The registers for the dots of sweep 2 are sized by the window at this iteration, not by the history. Rows that do not
+// start on 16 bytes are slow anyway, and share one kernel.
 template <class T, class H, bool kWithLs, int kVector>
 void launch_with_dots(const MultisecantParams<T, H>& params, const Tensor& z) {
   if (kVector == 1 || params.window.size() > 16) {
@@ -432,7 +432,7 @@ void launch(const MultisecantParams<T, H>& params, const Tensor& z) {
 template <class T, class H, int kVector>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 4 : 2)
     multisecant_transposed_kernel(const TransposedParams<T, H> p) {
-  constexpr int kRows = 4;  // rows of the history whose loads are in flight together
+  constexpr int kRows = 4;  // rows of the history whose loads are concurrent
   __shared__ BlockSums<T, kMaxGpuHistory> sums;
   __shared__ SmallSolve<T> small;
   const int64_t row = blockIdx.x, history = row * p.history * p.dim;

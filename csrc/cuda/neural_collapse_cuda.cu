@@ -1,5 +1,5 @@
-// class_means and within_class_scatter on a GPU: in double for double features, else in float, sums over more rows than
-// a block's in double. See ../cpu/neural_collapse.cpp.
+// class_means and within_class_scatter on a GPU: in double for double features, else in float, except for sums over
+// more rows than a block's, which are in double. See ../cpu/neural_collapse.cpp.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <torch/csrc/stable/library.h>
@@ -27,7 +27,7 @@ __device__ inline double widen(double x) { return x; }
 constexpr int kMaxGridY = 65535;
 
 // Sums of h - first row of the class over a chunk of rows and 32 * N columns; a warp takes every eighth row. Rows that
-// belong to no class, which only a raw call of the op can have, are left out.
+// belong to no class, which only a direct call of the op can have, are left out.
 template <class H, int N>
 __global__ void __launch_bounds__(kThreads, 4) class_sums_kernel(const Grouped<H> g, Wide<H>* partials) {
   using T = Wide<H>;
@@ -108,13 +108,13 @@ template <class H>
 struct ScatterParams {
   Grouped<H> grouped;
   const Wide<H>* high;        // (K, D): class means
-  const float* low;           // (K, D): what `high` rounds away; not for double
+  const float* low;           // (K, D): rounding error of `high`; not for double
   const Wide<H>* directions;  // (D, padded)
   Wide<H>* partials;          // (blocks, padded): sums of squares
   int64_t padded;             // directions, a multiple of a block's
 };
 
-// What a block does: the projections of `rows` rows on `columns` directions, `depth` features at a time. A thread has
+// The work of a block: the projections of `rows` rows on `columns` directions, `depth` features at a time. A thread has
 // thread_rows x thread_columns of them, its rows `row_threads` apart and its columns in groups of `group`.
 template <class T, int Rows, int Columns, int ThreadRows, int ThreadColumns>
 struct Tile {
@@ -134,7 +134,7 @@ struct ScatterMemory {
   int64_t row[Tile::rows], mean[Tile::rows];  // where they begin; row < 0: none
 };
 
-// What a thread loads of a tile of features and of directions: all of it under way before any is waited for.
+// Loads of a thread from a tile of features and of directions: all are issued before the first one is waited for.
 template <class Tile, int N, class H>
 struct Prefetched {
   using T = Wide<H>;
@@ -194,7 +194,7 @@ struct Prefetched {
   }
 };
 
-// Blocks on a multiprocessor, as the registers allow. With two, 50,000 rows take two waves: on an H100 82 us in
+// Blocks per multiprocessor, as the registers allow. With two, 50,000 rows take two waves: 82 us on an H100 in
 // bfloat16.
 template <class Tile, int N>
 constexpr int kResident = Tile::columns <= 16 && N > 1 ? 3 : 2;
@@ -290,7 +290,7 @@ inline unsigned blocks_for(int64_t size, int64_t per_block) {
   return static_cast<unsigned>((size + per_block - 1) / per_block);
 }
 
-// Of blocks in the second dimension of a grid, which go on where the grid ends.
+// Number of blocks in the second dimension of a grid. If the grid is too small, blocks continue with further columns.
 inline unsigned columns_of(int64_t size, int64_t per_block) {
   return static_cast<unsigned>(std::min<int64_t>((size + per_block - 1) / per_block, kMaxGridY));
 }
@@ -319,7 +319,7 @@ void launch_scatter(ScatterParams<H> p, const Tensor& like, const double* direct
   T* padded_data = data_of<T>(padded);
   pad_kernel<T><<<pad_blocks, kThreads, 0, stream>>>(directions, count, p.padded, padded_size, padded_data);
   p.directions = padded_data;
-  // More 16-bit features at once would take the registers of the third block.
+  // More 16-bit features per load would take the registers of the third block.
   dispatch_pack<Tile::vector>(p.grouped, [&](auto n) {
     constexpr int N = decltype(n)::value;
     STD_TORCH_CHECK(panels <= kMaxGridY, "within_class_scatter: `directions` has too many columns: ", count);

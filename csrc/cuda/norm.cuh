@@ -1,11 +1,11 @@
 // Group normalisation on a GPU: one block of threads per group of a sample, in channels_last.
 //
-// The groups of a sample are independent of each other, so that there are B * groups blocks. A group is a strip of
-// neighbouring channels; its packs of N channels are the columns, its pixels the rows of a grid on which a thread keeps
-// to one column (to several of them where there are more columns than threads). With K > 0 a thread holds its at most
-// K packs in registers and every pass after the first reads nothing; with K = 0 every pass reads the group again.
+// The groups of a sample are independent, so that there are B * groups blocks. A group is a strip of adjacent channels.
+// Its packs of N channels are the columns and its pixels the rows of a grid, in which a thread keeps to one column, or
+// to several if there are more columns than threads. With K > 0 a thread keeps its at most K packs in registers, and
+// passes after the first read nothing. With K = 0 every pass reads the group again.
 //
-// Each warp of a block pays a fixed cost, whatever its elements. Small groups therefore have blocks of few threads.
+// Each warp of a block has a fixed cost, for any number of elements. Small groups therefore have blocks of few threads.
 #pragma once
 
 #include "../common/norm.h"
@@ -14,10 +14,11 @@
 
 namespace deqfast {
 
-// Of a block for a group that they hold. On an H100 32 and 128 took 0.96 to 1.07 times as long, without an order.
+// Threads of a block for a group that fits their registers. On an H100 32 and 128 took 0.96 to 1.07 times as long, with
+// neither always faster.
 constexpr int kFewThreads = 64;
 
-// Elements of a group that a thread holds at most: of a large one, of a small one, of one for few threads.
+// The most elements of a group that a thread holds: of a large one, of a small one, of one for few threads.
 template <class T>
 constexpr int kHeld = 128 / sizeof(T);
 template <class T>
@@ -25,7 +26,7 @@ constexpr int kHeldOfSmall = 32 / sizeof(T);
 template <class T>
 constexpr int kHeldOfFew = 4096 / sizeof(T) / kFewThreads;
 
-// How a block of `threads` lies on a group with `cols` columns, told by the host, which divides faster.
+// The layout of a block of `threads` on a group with `cols` columns, computed by the host, which divides faster.
 struct Layout {
   unsigned groups;
   int size, stride, pixels;  // channels of a group and of a sample; pixels
@@ -94,8 +95,8 @@ __device__ void sweep(const Group<N, Threads>& g, const Begin& begin, const Body
   }
 }
 
-// The packs of a thread that holds its part of a group: all loads under way together. Slots without a pixel load the
-// last one: loads under conditions were waited for one after the other.
+// The packs of a thread that holds its part of a group. All loads are concurrent. Slots without a pixel load the last
+// one, because loads under conditions would be waited for one after the other.
 template <class X, int K, int N, int Threads>
 __device__ void load_slots(const Group<N, Threads>& g, const X* from, Pack<X, N> (&packs)[K]) {
   const X* first = from + g.offset + g.col * N;
@@ -122,7 +123,7 @@ __device__ void store_values(X* to, const T (&values)[N]) {
   store(to, pack);
 }
 
-// What a thread adds up: in blocks of few threads, which add up much each, in several sums side by side.
+// Sum of a thread: in blocks of few threads, whose threads have many terms, as several independent sums.
 template <class T, int Threads>
 struct PartialSum {
   static constexpr int kSums = Threads < kThreads ? 4 : 1;
@@ -137,8 +138,8 @@ struct PartialSum {
   }
 };
 
-// Totals over the block, for all threads, who add up the sums of the warps in the same order. One barrier each: the
-// calls take turns with the slots.
+// Totals over the block, for all threads, which add up the sums of the warps in the same order. One barrier each: calls
+// alternate between two sets of slots.
 template <class T, int Count, int Threads>
 struct BlockTotals {
   T slots[2][Threads / 32][Count];
@@ -176,7 +177,7 @@ __device__ T inverse_deviation(T squares, T count, T eps) {
   return T(1) / sqrt(squares / count + eps);
 }
 
-// What the gradient through a normalisation needs: sums per channel over the pixels, and means over the group.
+// Terms of the gradient through a normalisation: sums per channel over the pixels, and means over the group.
 template <class T, int N>
 struct AffineSums {
   T weight[N], bias[N];  // sums of grad * normal and of grad over the thread's pixels of one column
@@ -192,8 +193,8 @@ struct AffineSums {
     bias[i] += grad;
   }
 
-  // Add the rows of a column in a tree, enter the sums at `to` and, `plane` further, and take them up in the means.
-  // By all threads of the block where a column has several rows.
+  // Add the rows of a column in a tree; store the sums at `to` and, `plane` further, and add them to the means.
+  // By all threads of the block if a column has several rows.
   template <int Threads>
   __device__ void finish(const Group<N, Threads>& g, T (*buffer)[Threads], const T (&factor)[N], T* to, int64_t plane) {
     if (g.rows > 1) {
@@ -233,7 +234,7 @@ struct AffineSums {
     means[1] /= count;
   }
 
-  // The gradient before the normalisation from that behind weight * normal + bias.
+  // The gradient before the normalisation from the gradient after weight * normal + bias.
   __device__ T before(T grad, T normal, T factor, T rstd) const {
     return (grad * factor - means[1] - normal * means[0]) * rstd;
   }
@@ -247,8 +248,8 @@ inline unsigned groups_grid(const NormShape& s, const char* op) {
   return static_cast<unsigned>(s.batch * s.groups);
 }
 
-// Calls launch(layout, N, K, threads: std::integral_constant): packs of N elements where alignment allows, held in
-// registers where a group fits.
+// Calls launch(layout, N, K, threads: std::integral_constant): packs of N elements if alignment allows, kept in
+// registers if a group fits.
 template <class T, int N, class Launch, class... Pointers>
 void with_packs(const NormShape& s, const Launch& launch, Pointers... pointers) {
   using std::integral_constant;

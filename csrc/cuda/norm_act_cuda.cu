@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 8 : 2)
     load_values(p.weight + group.first + c, weight);
     load_values(p.bias + group.first + c, bias);
   };
-  if constexpr (K > 0) {  // all that the block reads, before any of it is waited for
+  if constexpr (K > 0) {  // all loads of the block, before any is waited for
     Pack<Y, N> packs[K];
     load_slots(group, p.y, packs);
     read_channels(group.col * N);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
     load_values(p.weight + group.first + c, weight);
     load_values(p.bias + group.first + c, bias);
   };
-  const auto normalise = [&](int k) {  // y, which lies in `normal`
+  const auto normalise = [&](int k) {  // y, which is in `normal`
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       normal[k][i] = (normal[k][i] - mean) * rstd;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
     load_values(p.grad + group.offset + at, grad[k]);
     normalise(k);
   };
-  if constexpr (K > 0) {  // all that the block reads, before any of it is waited for
+  if constexpr (K > 0) {  // all loads of the block, before any is waited for
     Pack<Y, N> y_packs[K], grad_packs[K];
     load_slots(group, p.y, y_packs);
     load_slots(group, p.grad, grad_packs);

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 8 : 2)
     load_values(p.weight3 + group.first + c, weight3);
     load_values(p.bias3 + group.first + c, bias3);
   };
-  if constexpr (K > 0) {  // all that the block reads, before any of it is waited for
+  if constexpr (K > 0) {  // all loads of the block, before any is waited for
     Pack<Y, N> y_packs[K];
     Pack<Z, N> x_packs[K], z_packs[K];
     load_slots(group, p.y, y_packs);
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
   const T mean3 = p.mean3[blockIdx.x], rstd3 = p.rstd3[blockIdx.x];
   const int64_t plane = p.shape.batch * p.shape.channels;
   constexpr int kSlots = K > 0 ? K : 1;
-  // The result of the second normalisation, the sum before the relu, and the gradient on its way back.
+  // The result of the second normalisation, the sum before the relu, and the gradient.
   T normal2[kSlots][N], before_relu[kSlots][N], grad[kSlots][N], weight2[N], bias2[N], weight3[N];
   const auto normal3 = [&](int k, int i) { return (relu(before_relu[k][i]) - mean3) * rstd3; };
   const auto read_channels = [&](int c) {
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
     load_values(p.bias2 + group.first + c, bias2);
     load_values(p.weight3 + group.first + c, weight3);
   };
-  const auto normalise = [&](int k) {  // of y and x together, which lie in normal2
+  const auto normalise = [&](int k) {  // y + x, which is in normal2
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       normal2[k][i] = (normal2[k][i] - mean2) * rstd2;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
     for (int i = 0; i < N; ++i) normal2[k][i] += x[i];
     normalise(k);
   };
-  if constexpr (K > 0) {  // all that the block reads, before any of it is waited for
+  if constexpr (K > 0) {  // all loads of the block, before any is waited for
     Pack<Y, N> y_packs[K];
     Pack<Z, N> x_packs[K], z_packs[K];
     Pack<T, N> grad_packs[K];

@@ -8,7 +8,7 @@ namespace deqfast {
 namespace {
 
 enum Sum { kResSq, kFSq, kSums };
-constexpr int kLeft = kSums + 2;  // what a block leaves of its part of a sample: the sums, and the norms of the rule
+constexpr int kLeft = kSums + 2;  // per block of a shared sample: the sums, and the norms of the rule
 
 template <class T>
 __device__ Norms<T> norms_of_columns(const PicardParams<T>& p, int64_t row, const Columns& columns, const T* totals) {
@@ -35,7 +35,7 @@ __device__ Pack<T, kVector> stepped(const Pack<T, kVector>& f, const Pack<T, kVe
   return next;
 }
 
-// One block per sample, which it holds in registers: one pass over the memory.
+// One block per sample, kept in registers: one pass over the memory.
 template <class T, int kVector, int kPacks>
 __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<T> p) {
   __shared__ BlockSums<T, kSums> sums;
@@ -93,10 +93,10 @@ __device__ void sweep(const PicardParams<T>& p, int64_t row, const Columns& colu
   sums.finish(kSums);
 }
 
-// Take the step, and keep the iterate if it is the best; or carry out what a verdict without step says.
+// Take the step, and keep the iterate if it is the best; or carry out a verdict without a step.
 template <class T, int kVector>
 __device__ void finish(const PicardParams<T>& p, int64_t row, const Columns& columns, const Verdict& verdict) {
-  constexpr int kPacks = 4;  // loads of z and of f(z) in flight together
+  constexpr int kPacks = 4;  // concurrent loads of z and of f(z)
   T *z = p.z + row * p.dim, *best = p.best + row * p.dim;
   const T* fz = p.fz + row * p.dim;
   if (!verdict.advance || p.rule.last) return carry_out<kVector>(verdict, z, best, columns.begin, columns.end);

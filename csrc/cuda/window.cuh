@@ -11,9 +11,10 @@ struct WarpLanes {
   __device__ void sync() const { __syncwarp(); }
 };
 
-// N gamma = t for at most M pairs by the lanes of a warp, see `solve_window`. Lane i holds the row of the i-th newest pair
-// in registers and eliminates its column above the diagonal as well as below (Gauss-Jordan), which takes no substitution
-// afterwards. All rows move to the left by one at every step, so that the column to be eliminated is always the first.
+// N gamma = t for at most M pairs by the lanes of a warp, see `solve_window`. Lane i has the row of the i-th newest
+// pair in registers, and eliminates its column above the diagonal as well as below (Gauss-Jordan), so that no
+// substitution follows. All rows move to the left by one at every step, so that the column to be eliminated is always
+// the first.
 template <int M, bool Transposed, class T>
 __device__ void solve_rows(const Gram<const T>& gram, const T* t, T* gamma, const Window& window, int64_t method,
                            T ridge) {
@@ -32,7 +33,7 @@ __device__ void solve_rows(const Gram<const T>& gram, const T* t, T* gamma, cons
     const T column = __shfl_sync(all, column_scale, j);
     row[j] = j >= first && j < end ? from[Transposed ? other * gram.stride : other] * scale * column : T(0);
   }
-  T shift = 0;  // of the own diagonal entry, which meets it as a pivot
+  T shift = 0;  // ridge on the lane's diagonal entry, added when that is the pivot
   if (method == kAndersonI || method == kAndersonII) {
     shift = gram.at(slot, slot) * scale * column_scale < 0 ? -ridge : ridge;
   }
@@ -59,9 +60,9 @@ __device__ void solve_rows(const Gram<const T>& gram, const T* t, T* gamma, cons
 }
 
 // N gamma = t by elimination without pivoting from the newest pair to the oldest, on the equilibrated matrix. The first
-// pivot under kPivotFloor drops its pair and all older ones. Gamma is zero where nothing is left or it overflows.
-// t and gamma are indexed by slot. All lanes of a warp share the arrays, which lie in shared memory; gamma is complete for
-// all of them on return. `Transposed`: N^T gamma = t.
+// pivot below kPivotFloor drops its pair and all older ones. Gamma is zero if no pair is left or it overflows.
+// t and gamma are indexed by slot. All lanes of a warp share the arrays, which are in shared memory. On return gamma is
+// complete for all lanes. `Transposed`: N^T gamma = t.
 template <bool Transposed = false, class T>
 __device__ void solve_window(const Gram<const T>& gram, const T* t, T* gamma, const Window& window, int64_t method,
                              T ridge) {

@@ -1,4 +1,4 @@
-"""Adjoints: how gradients pass a solve, one module per gradient."""
+"""Adjoints: gradients through a solve, one module per gradient."""
 
 from __future__ import annotations
 

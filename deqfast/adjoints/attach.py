@@ -1,14 +1,15 @@
-"""Attachment of a gradient to a solve.
+"""Attachment of a gradient to the value of a solve.
 
 The forward value is the solver's z*, in training and evaluation alike. The gradient attaches to one more evaluation
-y = f(z*, x). A ``Rule`` makes u of the gradient g of z*, and the graph of y makes gradients of u: (df/dx)^T u in x, and
-the like in the weights. ``JFB`` has u = g. ``Implicit`` has u = (I - J^T)^-1 g, with J = df/dz at z*.
+y = f(z*, x). A ``Rule`` maps the gradient g of z* to u. The graph of y then gives the gradients (df/dx)^T u in x, and
+(df/dw)^T u in each weight w. ``JFB`` has u = g. ``Implicit`` has u = (I - J^T)^-1 g, with J = df/dz at z*.
 
-In y a healthy sample takes the place of each sample whose solve broke down, which then gets no gradient. So one NaN row
-of x cannot turn a weight gradient into NaN.
+In y a healthy sample replaces each sample whose solve broke down, which then gets no gradient. So one NaN row of x
+cannot turn a weight gradient into NaN.
 
-The graph of y holds z* fixed. With create_graph=True a rule therefore returns more gradients, which go past y to the
-tensors that y depends on. Their value is zero. Their derivative is what y misses of the second derivative, or an error.
+The graph of y treats z* as a constant. With create_graph=True a rule therefore also returns gradients in the tensors
+that y depends on. Their values are zero. Their derivative is the part of the second derivative that y lacks; a rule
+without second derivatives raises there.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ class Recorded:
 
     Attributes:
         outputs: its leaves, in the order of z's.
-        sources: the tensors outside that it depends on: those of x, then the leaves that the cell holds.
-        hides: the cell holds a tensor that is no leaf either.
+        sources: the tensors outside on which it depends: those of x, then the leaves that the cell holds.
+        hides: whether the cell holds a tensor that was computed outside, hence not a leaf.
     """
 
     def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
         begin = next_node()
         valve = Valve()
-        behind = valve(x)  # or a tensor of x would look like the same one held by the cell
-        self.outputs = in_order_of(z, evaluate(not_leaves(z), behind))
-        inputs = requiring_grad(behind)
+        inner = valve(x)  # or a tensor of x could not be distinguished from the same one held by the cell
+        self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))
+        inputs = requiring_grad(inner)
         held, self.hides = leaves_behind(self.outputs, [*inputs, *pytree.tree_leaves(z)], begin)
         self.sources = [*requiring_grad(x), *held]
         self.held = held
 
     @property
     def is_differentiable(self) -> bool:
-        """Return whether there is anything to differentiate in."""
+        """Return whether a tensor that requires a gradient takes part."""
         return bool(self.sources) or self.hides
 
 
 class Rule:
-    """Map from the gradients g of z* to those u of the evaluation y; here u = g. Not differentiable twice.
+    """Map from the gradients g of z* to the gradients u of the evaluation y; here u = g. Not differentiable twice.
 
     Args:
-        name: of the adjoint, for the error of a double backward.
+        name: name of the adjoint, for the error of a double backward.
     """
 
     def __init__(self, name: str) -> None:
@@ -76,18 +77,18 @@ class Rule:
         return [torch.stack(of_one) for of_one in zip(*pulled, strict=True)]
 
     def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
-        """u with a graph, and the gradients that go past y to the sources."""
+        """u with a graph, and further gradients in the sources, see the module's docstring."""
         with torch.no_grad():
             pulled = self.pull(grads)
         return [self.refuse(u, sources) for u in pulled], [self.refuse(torch.zeros_like(s), sources) for s in sources]
 
     def refuse(self, grad: Tensor, sources: Sequence[Tensor]) -> Tensor:
-        """The gradient, whose own derivative is an error."""
+        """Return the gradient; its own derivative raises an error."""
         return NoDoubleBackward.apply(grad, self.name, *sources)
 
 
 def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = None) -> Any:
-    """`value`, a tree like z, with its gradient; itself if there is nothing to differentiate in.
+    """Return `value`, a tree like z, with its gradient; without one if nothing requires it.
 
     broken: (N,) mask of the rows that get no gradient; None: all do.
     """
@@ -99,7 +100,7 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
 
 
 class _Attach(torch.autograd.Function):
-    """Copy of the solver's values, whose gradients g go on to the evaluation as the rule's u."""
+    """Copy of the solver's values; the evaluation y receives the rule's u of their gradients g."""
 
     @staticmethod
     def forward(ctx: Any, rule: Rule, broken: Tensor | None, hides: bool, count: int, *tensors: Tensor) -> Any:
@@ -112,7 +113,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if not isinstance(ctx, BackwardCFunction):  # but a copy of it, run when the graph has been freed
+        if not isinstance(ctx, BackwardCFunction):  # a copy of it, run after the graph has been freed
             raise RuntimeError(
                 "deqfast: compiled autograd does not keep the graph that the gradient of a block needs: compile the "
                 "model, in which a block is an op, or use Reversible() or Unrolled()"
@@ -122,7 +123,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def pull(ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
         given = next((g for g in grads if g is not None), None)
-        if given is None:  # behind a closed valve
+        if given is None:  # the valve is closed
             return (None,) * len(ctx.needs_input_grad)
         shapes, dtypes = [shape for shape, _ in ctx.meta[: ctx.count]], [dtype for _, dtype in ctx.meta[ctx.count :]]
         full = [given.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]

@@ -33,5 +33,5 @@ class Adjoint(ChecksKeywords):
         raise NotImplementedError
 
     def derivative(self, plan: Plan) -> Derivative:
-        """Derivative of the value under torch.func and in forward-mode AD, which an adjoint without it refuses."""
+        """Derivative of the value under torch.func and in forward-mode AD; raises unless a subclass defines it."""
         return Derivative(type(self).__name__)

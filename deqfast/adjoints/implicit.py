@@ -43,28 +43,28 @@ from .attach import Evaluate, Recorded, Rule, attach
 from .base import Adjoint
 from .linear import LinearSolve
 
-# With all of its history Broyden takes the fewest products to a gradient that is right to 1e-5 where J has a spectral
-# radius of 0.95 to 0.99; what converges before is not charged for the rest.
+# With its whole history, Broyden takes the fewest products to a gradient that is right to 1e-5, for spectral radii of J
+# from 0.95 to 0.99. Unused evaluations cost nothing.
 DEFAULT_SOLVER = Broyden(rtol=1e-6, max_iter=100)
 
 
 @dataclass(frozen=True)
 class Implicit(Adjoint):
-    """Implicit function theorem: u = J^T u + g is solved as a fixed point, started at u = g, then one product more.
+    """Implicit function theorem: u = J^T u + g is solved as a fixed point from u = g; then one more product is taken.
 
-    The exact gradient, to the tolerance of both solves. Whatever u the solve returns, its residual r = J^T u + g - u is
-    no longer than J^T g, the residual of JFB's u = g, up to rounding; and |u - u*| <= |(I - J^T)^-1| |r|.
+    The gradient is exact, to the tolerances of both solves. Up to rounding, the residual r = J^T u + g - u of the
+    returned u is no longer than J^T g, the residual of JFB's u = g. The error is |u - u*| <= |(I - J^T)^-1| |r|.
 
     The cell's graph at z* is kept until the backward pass, which needs several products with it. Differentiable any
-    number of times: the gradient of a gradient is an implicit solve again. After a backward pass
+    number of times: the gradient of a gradient is another implicit solve. After a backward pass
     ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et al., NeurIPS 2019.
 
     Args:
-        solver: the solver of the backward solve or the name of one, with a positive rtol and atol=0, so that
-            the scale of the loss changes nothing; None: ``Broyden(rtol=1e-6, max_iter=100)``, whatever the forward's.
+        solver: the solver of the backward solve or the name of one, with a positive rtol and atol=0, so that the scale
+            of the loss changes nothing. None: ``Broyden(rtol=1e-6, max_iter=100)``, for every forward solver.
 
     Raises:
-        ValueError: `solver` is no solver, or has an absolute tolerance.
+        ValueError: `solver` is not a solver or a solver's name, or has an absolute tolerance.
 
     Examples:
         >>> adjoint = deqfast.Implicit(deqfast.Anderson(rtol=1e-5, max_iter=30))
@@ -101,10 +101,10 @@ class Implicit(Adjoint):
 class _Inverted(Rule):
     """u = (I - J^T)^-1 g, with J the Jacobian of `evaluate` in z. Differentiable any number of times.
 
-    The recorded evaluation gives the products J^T v of the solve, or compiled code if there is some.
+    The products J^T v of the solve come from compiled code if it exists, else from the recorded evaluation.
 
     Args:
-        solve: with the Jacobian.
+        solve: solve with the Jacobian.
         evaluate: the map (z, x) -> z.
         z: z*, a tree.
         x: the second argument of `evaluate`.
@@ -141,9 +141,9 @@ class _Inverted(Rule):
     def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
         """u = (I - J^T)^-1 g as a fixed point, u = J(z*, x)^T u + g, which is differentiable in g, z* and x.
 
-        The gradient in a source s is p(z*) = (df/ds)^T u, and the recorded evaluation gives it for a fixed z*. What its
-        derivative misses goes past that evaluation: p(z*) - p(z), where z* depends on s and z is z* held fixed. This
-        difference is zero, and its derivative is (dp/dz) (dz*/ds).
+        The gradient in a source s is p(z*) = (df/ds)^T u. The recorded evaluation gives it for a constant z*, and thus
+        lacks (dp/dz) (dz*/ds) in its derivative. The further gradient p(z*) - p(z) supplies this: z* depends on s, and
+        z equals z* as a constant. Its value is zero.
         """
         spec = pytree.tree_structure(self.z)
         with torch.no_grad():
@@ -160,7 +160,7 @@ class _Inverted(Rule):
 
     @torch.no_grad()
     def _is_repeatable(self) -> bool:
-        """Return whether the cell still is the function that was recorded; hooks, masks or weights may have changed."""
+        """Return whether the cell is unchanged since it was recorded; hooks, masks or weights may have changed."""
         again = in_order_of(self.z, self.evaluate(detached(self.z), self.x))
         return all(
             torch.allclose(a, b, rtol=1e3 * torch.finfo(b.dtype).eps, atol=1e3 * torch.finfo(b.dtype).eps)
@@ -189,7 +189,7 @@ class _Inverted(Rule):
 class _Implicitly(Derivative):
     """Derivatives by the implicit function theorem, as solves that are differentiable in the same way.
 
-    Tangents are dz = (I - J)^-1 (df), df being the tangents of the function at a fixed state; gradients go through the
+    Tangents are dz = (I - J)^-1 df, where df are the tangents of the function at a fixed state. Gradients use the
     transpose.
     """
 
@@ -205,7 +205,7 @@ class _Implicitly(Derivative):
         return self._solved(_Product(at.f, len(pushed), transposed=False), pushed, at)
 
     def _solved(self, product: _Product, right: list[Tensor], at: Linearisation) -> list[Tensor]:
-        """u = product(u) + right."""
+        """Solution of u = product(u) + right."""
         rows = [*at.state, *at.rows]
         solve = self.solve.transposed() if product.transposed else self.solve
 
@@ -219,7 +219,7 @@ class _Implicitly(Derivative):
 
 @dataclass(frozen=True)
 class _Product(StateFunction):
-    """Product of a state with the Jacobian of f at the `count` tensors of its state, with which `rows` begin."""
+    """Product of a state with the Jacobian of f at the state formed by the first `count` tensors of `rows`."""
 
     f: StateFunction
     count: int
@@ -237,7 +237,7 @@ class _Product(StateFunction):
 
 @dataclass(frozen=True)
 class _Affine(StateFunction):
-    """Sum of a product and of what its `rows` begin with."""
+    """Sum of a product and of the first tensors of its `rows`."""
 
     product: StateFunction
 

@@ -16,7 +16,7 @@ from .base import Adjoint
 
 @dataclass(frozen=True)
 class JFB(Adjoint):
-    """Jacobian-free backpropagation: one vector-Jacobian product of the cell at z*, with (I - J)^-1 taken as I.
+    """Jacobian-free backpropagation: one vector-Jacobian product of the cell at z*, with (I - J^T)^-1 replaced by I.
 
     The cheapest gradient, and a descent direction where f contracts. Source: Fung et al., AAAI 2022.
 

@@ -21,7 +21,7 @@ from ..state.rows import known_finite, per_row, rows_of
 from ..torch_internals import pytree
 
 Products = Callable[[list[Tensor]], Sequence["Tensor | None"]]
-"""u -> A u, with None for a zero."""
+"""u -> A u, with None for zeros."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LinearSolve:
     """Solve of u = A u + g from u = g, sample by sample.
 
     With J the Jacobian of the cell in z, a gradient has A = J^T and u = (I - J^T)^-1 g. A tangent has A = J. Only
-    products with A are needed: of a recorded evaluation, of compiled code, or of torch.func.
+    products with A are needed: by a recorded evaluation, by compiled code, or by torch.func.
 
     Attributes:
         solver: with atol=0.
@@ -48,22 +48,22 @@ class LinearSolve:
 
     @classmethod
     def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
-        """Solve with the Jacobian at the plan's z*, whose u is as large as z."""
+        """Solve with the Jacobian at the plan's z*; u has the scale of z."""
         return cls(solver, plan.kernel, plan.sync_every, plan.groups, plan.scale, plan.on_backward)
 
     def transposed(self) -> LinearSolve:
-        """Solve with the transposed matrix, whose u is as long as this one's is short."""
+        """Solve with the transposed matrix; its u has the inverse scale."""
         return self if self.scale is None else replace(self, scale=reciprocal(self.scale))
 
     def __call__(
         self, products: Products | Product, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
     ) -> list[Tensor]:
-        """u for the right-hand side g = `right`, the leaves of a tree.
+        """Return u for the right-hand side g = `right`, the leaves of a tree.
 
         Args:
             products: u -> A u.
             right: g; a row that is not finite is passed on as it is, because a GradScaler must see it.
-            spec: of the tree.
+            spec: structure of the tree.
             members: number of members of a vmap whose rows are in this batch.
         """
         finite, start = None, right
@@ -77,7 +77,7 @@ class LinearSolve:
         exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         of_rows = sizes if groups is None else groups.of_rows(sizes)
-        start = [(g / per_row(of_rows, g)).to(g.dtype) for g in start]  # float16 does not hold all sizes
+        start = [(g / per_row(of_rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes
         solution = self._solve(products, start, spec, groups)
         values = [(u * per_row(of_rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
         residual = solution.residual_abs * sizes

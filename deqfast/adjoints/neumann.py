@@ -22,9 +22,9 @@ from .phantom import Damped, Phantom
 
 @dataclass(frozen=True)
 class Neumann(Adjoint):
-    """Neumann series: (I - J^T)^-1 taken as r (I + M + ... + M^(steps-1)), M = r J^T + (1 - r) I, r = relaxation.
+    """Neumann series: (I - J^T)^-1 replaced by r (I + M + ... + M^(steps-1)), M = r J^T + (1 - r) I, r = relaxation.
 
-    Where z* is exact this is the gradient of ``Phantom`` of as many steps, in the memory of one evaluation of the cell.
+    At an exact z* this is the gradient of ``Phantom`` with as many steps, in the memory of one evaluation of the cell.
     Source: Geng et al., NeurIPS 2021, equation 8.
 
     Args:
@@ -61,7 +61,7 @@ class Neumann(Adjoint):
 
 
 class _Series(Rule):
-    """Gradients pass the series, by Horner's rule."""
+    """Truncated series of the gradients, by Horner's rule."""
 
     def __init__(self, neumann: Neumann, outputs: list[Tensor], leaves: list[Tensor]) -> None:
         super().__init__("Neumann")

@@ -23,8 +23,8 @@ from .base import Adjoint
 class Phantom(Adjoint):
     """Phantom gradient: backpropagation through a few damped calls z <- (1 - r) z + r f(z) from z*, r = relaxation.
 
-    Between ``JFB`` (steps=1, relaxation=1) and ``Implicit`` (steps without end) in cost and in accuracy; the memory of
-    `steps` evaluations of the cell. Source: Geng et al., NeurIPS 2021.
+    In cost and in accuracy it lies between ``JFB`` (steps=1, relaxation=1) and ``Implicit`` (unlimited steps). It takes
+    the memory of `steps` evaluations of the cell. Source: Geng et al., NeurIPS 2021.
 
     Args:
         steps: number of calls, at least 1.
@@ -64,7 +64,7 @@ class Phantom(Adjoint):
         return value, confirmed(solution, plan, z, first)
 
     def damped(self, f: Callable[[list[Tensor]], list[Tensor]], z: list[Tensor]) -> list[Tensor]:
-        """The last of the damped calls of f from z."""
+        """Value of the last damped call of f, starting at z."""
         for _ in range(self.steps):
             pairs = zip(z, f(z), strict=True)
             z = [(b if self.relaxation == 1 else a + self.relaxation * (b - a)).to(a.dtype) for a, b in pairs]

@@ -32,7 +32,7 @@ from ..torch_internals.weights import as_now, shards_weights
 from .attach import Recorded
 from .unrolled import Iterated, Judge
 
-# Distance from the start to which the way back has to lead, in lengths of the iterates.
+# Largest distance from the start that the reversed steps may end at, in lengths of the iterates.
 _LOST = 1e-3
 
 
@@ -40,20 +40,20 @@ _LOST = 1e-3
 class Reversible(Iterated):
     """Exact backpropagation through an iteration of two states, in the memory of one evaluation of the cell.
 
-    From y = z = z0, y <- (1 - r) y + r f(z), then z <- (1 - r) z + r f(y), r = relaxation: the backward pass takes the
-    steps back instead of having kept them. The states are float64, in which rounding grows by 1 / (1 - r) a half-step.
-    Source: McCallum et al., arXiv 2509.12917.
+    The iteration starts at y = z = z0. A step is y <- (1 - r) y + r f(z), then z <- (1 - r) z + r f(y), with
+    r = relaxation. The backward pass reverses the steps instead of keeping the iterates. The states are float64, in
+    which each reversed half-step multiplies the rounding error by 1 / (1 - r). Source: McCallum et al., arXiv
+    2509.12917.
 
     Args:
         steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter.
-        relaxation: weight of f in a step, in ]0, 0.99]; nearer to 1 fewer steps are needed, and fewer can be taken
-            back.
+        relaxation: weight of f in a step, in ]0, 0.99]. Near 1 fewer steps are needed, and fewer can be reversed.
 
     Raises:
-        TypeError, ValueError: an argument is not a number of this range.
-        RuntimeError: the cell holds a tensor with a gradient that is neither a
-            leaf nor in x, or a module that is a unit of FSDP2; in the backward pass, where the steps back do not lead
-            to z0, since the cell is another function by then or rounding has grown too large.
+        TypeError, ValueError: an argument is not as above.
+        RuntimeError: the cell holds a tensor with a gradient that is neither a leaf nor in x, or a module that is a
+            unit of FSDP2. In the backward pass: the reversed steps do not lead to z0, because the cell has changed or
+            the rounding error has grown too large.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Reversible(steps=15))
@@ -91,28 +91,28 @@ class Reversible(Iterated):
 
 
 class _Run:
-    """Steps from z0 and back."""
+    """Steps from z0, and their reversal."""
 
     def __init__(
         self, cell: Callable[[Any, Any], Any], relaxation: float, steps: int, z0: Any, x: Any, groups: Any
     ) -> None:
         self.cell, self.relaxation, self.steps, self.x = cell, relaxation, steps, x
         leaves, self.spec = pytree.tree_flatten(z0)
-        self.start = [leaf.clone() for leaf in leaves]  # the caller's memory may hold another state by the way back
+        self.start = [leaf.clone() for leaf in leaves]  # the caller may overwrite its memory before the backward pass
         self.autocast = present_autocast(self.start[0].device.type)
         self.cell_then = as_now(cell)
         self.lengths = partial(sample_norms, groups=groups)
         self.ends = [[_widened(leaf) for leaf in self.start] for _ in range(2)]  # y and z
 
     def tree(self, state: list[Tensor]) -> Any:
-        """Tree like z0 of a state in float64."""
+        """Return a float64 state as a tree like z0."""
         return pytree.tree_unflatten([s.to(leaf.dtype) for s, leaf in zip(state, self.start, strict=True)], self.spec)
 
     def _mix(self, state: list[Tensor], values: list[Tensor]) -> list[Tensor]:
         return [s + self.relaxation * (_widened(v) - s) for s, v in zip(state, values, strict=True)]
 
     def forward(self, judge: Judge) -> None:
-        """Go to the ends, and let `judge` see the evaluations."""
+        """Take all steps, and let `judge` see the evaluations."""
         y, z = self.ends
         for _ in range(self.steps):
             y = self._mix(y, self._value(z, judge))
@@ -126,10 +126,10 @@ class _Run:
         return value
 
     def pull(self, grads: list[Tensor], sources: list[Tensor]) -> Gradients:
-        """Gradients in the sources for these of z, on the way back."""
+        """Reverse the steps, and return the gradients in the sources for the gradients of z."""
         ends, cell = [list(state) for state in self.ends], uncompiled(self.cell_then)
         passed = [[torch.zeros_like(end) for end in ends[0]], [_widened(grad) for grad in grads]]
-        # Gradients of a half-step end at x: what lies behind it, another source perhaps, is the outer pass's.
+        # Gradients of a half-step end at x; if x was computed from another source, the outer pass differentiates that.
         x = pytree.tree_map(self._cut, self.x)
         given = requiring_grad(x)
         found: Gradients = [None] * (len(given) + len(sources))
@@ -146,7 +146,7 @@ class _Run:
                 found = [_sum(a, b) for a, b in zip(found, pulled[len(grads) :], strict=True)]
                 ends[of] = [self._unmixed(end, v.detach()) for end, v in zip(ends[of], values, strict=True)]
         self._check(ends)
-        # What the cell holds itself of x: a leaf counts among those held, what x has twice once.
+        # Gradients that the cell adds without x: a leaf counts among those held, and one that x has twice counts once.
         by_cell = found[len(given) :]
         for i, source in enumerate(sources[: len(given)]):
             if not any(source is other for other in (*sources[:i], *sources[len(given) :])):
@@ -161,17 +161,17 @@ class _Run:
         return (state - self.relaxation * _widened(value)) / (1 - self.relaxation)
 
     def _check(self, found: list[list[Tensor]]) -> None:
-        """RuntimeError if a sample of the states found is not at its start."""
+        """Raise RuntimeError if a sample of the states `found` is not at its start."""
         size = self.lengths(self.ends[1]) + self.lengths([_widened(leaf) for leaf in self.start])
-        known = (size > 0) & torch.isfinite(size)  # a sample of zeros is at its start, one that broke down has no way
+        known = (size > 0) & torch.isfinite(size)  # samples of zeros are at their start, broken ones are not checked
         off = [self.lengths([a - b for a, b in zip(state, self.start, strict=True)]) / size for state in found]
         distances = torch.stack(off)[:, known].nan_to_num(torch.inf)
         distance = float(distances.max()) if distances.numel() else 0.0
         if distance > _LOST:
             raise RuntimeError(
-                f"deqfast: the steps back of Reversible end {distance:.1g} lengths of a sample's iterates off z0: take "
-                f"fewer steps than {self.steps}, a relaxation below {self.relaxation}, or a cell that is the same "
-                "function in the backward pass"
+                f"deqfast: the reversed steps of Reversible end {distance:.1g} lengths of a sample's iterates off z0: "
+                f"take fewer steps than {self.steps}, a relaxation below {self.relaxation}, or a cell that does not "
+                "change before the backward pass"
             )
 
 
@@ -204,5 +204,5 @@ class _Reversed(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = [g if g is None else NoDoubleBackward.apply(g, "Reversible", *grads, *sources) for g in found]
         if not keeps_graph():
-            ctx.run = None  # as torch frees what is saved
+            ctx.run = None  # as torch frees saved tensors
         return (*[None] * (2 + ctx.count), *found)

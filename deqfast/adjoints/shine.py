@@ -1,4 +1,4 @@
-"""Gradients by the inverse that the forward solve has built."""
+"""Gradients by the inverse estimate of the forward solve."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from .base import Adjoint
 
 @dataclass(frozen=True)
 class SHINE(Adjoint):
-    """Sharing of the inverse estimate: as ``JFB``, with (I - J^T)^-1 taken from the history of the forward solve.
+    """Sharing of the inverse estimate: as ``JFB``, with (I - J^T)^-1 estimated from the history of the forward solve.
 
-    The history is kept until the backward pass. One more small kernel than JFB, no solve. Source: Ramzi et al., ICLR
-    2022, here for the whole multisecant family.
+    The history is kept until the backward pass. SHINE costs one more small kernel than JFB, and no solve. Source: Ramzi
+    et al., ICLR 2022, extended here to the whole multisecant family.
 
     Args:
-        fallback: samples whose gradient would be more than this many times as long as JFB's get that; at least 1. The
-            paper's 1.3 is JFB throughout on a linear cell of spectral radius 0.9, whose gradient 5 brings nearer.
+        fallback: bound on a sample's gradient in lengths of JFB's, at least 1; a longer one is replaced by JFB's. On a
+            linear cell of spectral radius 0.9 the paper's 1.3 always falls back to JFB, while 5 is closer to the exact
+            gradient.
 
     Raises:
-        TypeError, ValueError: `fallback` is no such number; at a differentiated call of the block, the forward solver
+        TypeError, ValueError: `fallback` is not as above; in a differentiated call of the block, the forward solver
             is not Anderson or Broyden.
 
     Examples:
@@ -59,7 +60,7 @@ class SHINE(Adjoint):
 
 
 class _Shared(Rule):
-    """Gradients pass the inverse of the forward solve, where that is to be trusted."""
+    """Product of the gradients with the inverse estimate; samples with too long a product keep their gradient."""
 
     def __init__(self, fallback: float, solution: Solution, plan: Plan) -> None:
         super().__init__("SHINE")

@@ -27,9 +27,9 @@ from .base import Adjoint
 
 
 class Iterated(Adjoint):
-    """Base of the adjoints whose value is an iterate of their own instead of a solver's, with gradients through all.
+    """Base of the adjoints that iterate themselves instead of running a solver, with gradients through all iterates.
 
-    The Solution's residual is that of the last iterate that f was evaluated at.
+    The Solution's residual belongs to the last iterate at which f was evaluated.
     """
 
     def __call__(self, plan: Plan) -> tuple[Any, Solution]:
@@ -43,7 +43,7 @@ class Iterated(Adjoint):
             return value, replace(solution, value=value)
         if not bool(values(broken).any()):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
-        # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.
+        # Iterate again, with healthy rows in place of the broken ones, which then leave no trace in others' gradients.
         stand_ins = replace(solution, value=plan.z0)
         z0, x, _ = plan.without_broken(stand_ins)
         healthy, _ = self.iterate(plan, packing, z0, x)
@@ -59,13 +59,13 @@ class Iterated(Adjoint):
 class Unrolled(Iterated):
     """Backpropagation through plain calls of the cell from z0, without a solver.
 
-    The value is the last iterate; the Solution's residual is that of the iterate before it, the last one f was
-    evaluated at. Differentiable any number of times, also in z0. Memory grows with the calls.
+    The value is the last iterate. The Solution's residual belongs to the iterate before it, the last one at which f was
+    evaluated. Differentiable any number of times, also in z0. Memory grows with the calls.
 
     Args:
         steps: number of calls, at least 1; None takes the solver's max_iter.
-        checkpoint: keep only the iterates, and compute each call's graph again in the backward pass: twice the calls,
-            in the memory of one graph. The cell must then be the same function as in the forward pass.
+        checkpoint: keep only the iterates, and compute each call's graph again in the backward pass. This takes twice
+            the calls, and the memory of one graph. The cell must not change before the backward pass.
 
     Raises:
         TypeError, ValueError: `steps` is not such a number, `checkpoint` not True or False.
@@ -87,7 +87,7 @@ class Unrolled(Iterated):
 
     def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
         cell = plan.cell
-        if self.checkpoint and torch.is_grad_enabled() and plan.context != "torch.func":  # which takes none
+        if self.checkpoint and torch.is_grad_enabled() and plan.context != "torch.func":  # torch.func refuses it
             cell = partial(checkpoint, as_now(cell), use_reentrant=False)
         steps = self.steps or plan.solver.max_iter
         judge = Judge(packing, plan.solver)
@@ -100,7 +100,7 @@ class Unrolled(Iterated):
 
 
 class Judge:
-    """Judges the last of several evaluations of f, by the rule of a solver that does not take part."""
+    """Judge of the last of several evaluations of f, by the rule of a solver that does not run."""
 
     def __init__(self, packing: Packing, solver: Solver) -> None:
         self.packing, self.solver, self.evaluations = packing, solver, 0
@@ -119,7 +119,7 @@ class Judge:
             return evaluated(z, fz, self.solver.rule(), begun)
 
     def solution(self, value: Any) -> Solution:
-        """Solution with this value, and the residual of the last evaluation."""
+        """Return a Solution with this value and the residual of the last evaluation."""
         rule, now = self.solver.rule(self.packing.stall_floor(self.last[1])), self._evaluated(self.begun)
         finite = torch.isfinite(now.res_abs)
         status = torch.where(now.measure(rule.absolute) <= rule.tol, Status.ESCAPED, Status.MAX_ITER)

@@ -1,4 +1,4 @@
-"""Dropout that is drawn once per solve."""
+"""Dropout with one draw per solve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..torch_internals.transforms import in_backward
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.solves: list[list[Tensor]] = []  # per running solve its mask, empty until drawn; the innermost is last
+        self.solves: list[list[Tensor]] = []  # the mask of each running solve, empty until drawn; innermost last
 
 
 class SolveDropout(nn.Module):

@@ -70,7 +70,7 @@ class FCCell(nn.Module):
         return _ACTIVATIONS[self.activation](F.linear(z, self.weight) + self.injection(x))
 
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
-        """Solve in one launch, see ``deqfast.fc_fixed_point``; None where only the ordinary loop serves."""
+        """Solve in one launch, see ``deqfast.fc_fixed_point``; None if only the ordinary loop can solve it."""
         check_features("x", x, self.injection.in_features)
         if not is_plain(self, FCCell):
             return None

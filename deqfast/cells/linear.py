@@ -1,4 +1,4 @@
-"""The linear cell, and what it shares with the fully connected one."""
+"""Linear cell, and the functions that it shares with the fully connected one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether a call of `module` is the forward of `kind` and nothing else."""
-    own = getattr(module.forward, "__func__", None)  # of an instance it may be replaced
+    own = getattr(module.forward, "__func__", None)  # an instance may have another one
     return own is kind.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -55,7 +55,7 @@ class LinearCell(nn.Module):
         dtype: of the parameters, a floating point type; None: torch's default.
 
     Raises:
-        TypeError, ValueError: `features` is not an integer of at least 1; at a call, x has another shape.
+        TypeError, ValueError: `features` is not an integer of at least 1; in a call, x has another shape.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.LinearCell(5), deqfast.Broyden(rtol=1e-6))
@@ -77,7 +77,7 @@ class LinearCell(nn.Module):
         return F.linear(z, self.weight) + x
 
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
-        """Solve in one launch, see ``deqfast.fc_fixed_point``; None where only the ordinary loop serves."""
+        """Solve in one launch, see ``deqfast.fc_fixed_point``; None if only the ordinary loop can solve it."""
         check_features("x", x, self.weight.shape[0])
         if not is_plain(self, LinearCell):
             return None

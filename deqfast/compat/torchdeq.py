@@ -132,7 +132,7 @@ def _options(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     known = _DEFAULTS.keys() | _ELSEWHERE
     for name in sorted(({**own, **kwargs} if own is args else kwargs).keys() - known):
         if any(name in options for options in _SOLVER_OPTIONS.values()):
-            raise TypeError(f"get_deq takes no {name!r}: it belongs in solver_kwargs of the call")
+            raise TypeError(f"get_deq takes no {name!r}: pass it in solver_kwargs of the call")
         raise TypeError(f"get_deq takes no {name!r}{did_you_mean(name, sorted(known))}")
     for name in sorted(own.keys() - known):
         if hint := did_you_mean(name, _DEFAULTS, 0.8):

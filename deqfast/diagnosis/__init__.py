@@ -38,8 +38,8 @@ def diagnose(
     randomness. Takes about 100 to 300 evaluations of the cell, and about 200 products with its Jacobian. If nothing
     converges, up to 500 more look for a change of the cell that helps.
 
-    The block is measured in the mode that it is in, and stays as it is: gradients, buffers, torch's random state and
-    warnings. Only hooks and counters of the cell see the evaluations. Options that only speed up are left aside.
+    The block is measured in its present mode and restored: gradients, buffers, torch's random state and warnings. Only
+    hooks and counters of the cell see the evaluations. Options that only speed up a solve are not used.
 
     Args:
         block: a block or a cell, which is taken as ``DEQBlock(cell)``.

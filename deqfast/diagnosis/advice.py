@@ -1,4 +1,4 @@
-"""Advice that follows from a diagnosis: a sentence or two each, which name what to change."""
+"""Advice from a diagnosis: one or two sentences each, which name what to change."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .measure import UNCOUPLED
 
 # Two answers with residuals of 1e-5 near one fixed point differ by less, for a condition of the system up to 2500.
 SEVERAL = 0.05
-COLLAPSED = 0.01  # what a relative residual of 1e-3 leaves undecided for a radius of 0.9
+COLLAPSED = 0.01  # uncertainty that a relative residual of 1e-3 leaves at a radius of 0.9
 GROWN = 1.25  # |f(z)| over the second half of a trial: growth by the square root of the evaluations gives 1.4
 VANISHED = 1e-3  # |f(z)| of the whole trial: then the fixed point is zero, and no relative tolerance is met
 GRADIENT_OFF = 0.7  # a smaller error leaves the gradient within 45 degrees of the exact one
 SIZES_APART = 100  # at a relative residual of 1e-3 the smaller tensor may be off by a tenth
-FEWER = 0.5  # of the evaluations of the block's solver: less gain is not worth another solver
+FEWER = 0.5  # of the evaluations of the block's solver: a smaller gain is not worth another solver
 SPARE = 1.5  # max_iter for the evaluations that were measured: other batches need more
 
 
@@ -34,7 +34,7 @@ def advise(d: Any) -> list[str]:
 
 
 def _for_one_function(d: Any) -> str | None:
-    """What to change if the cell is not one function of a sample's z and x, as solvers take it."""
+    """Advice if the cell is not one function of a sample's z and x, as solvers need it."""
     if d.changing or d.difference:
         why = f"contains {', '.join(d.changing)}" if d.changing else f"differs from call to call by {d.difference:.1g}"
         return f"The cell {why}: {HELP}"

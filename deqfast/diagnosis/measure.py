@@ -1,4 +1,4 @@
-"""What is measured of a cell: solves, contraction, dependence on the start and on x, errors of gradients."""
+"""Measurements of a cell: solves, contraction, dependence on the start and on x, errors of gradients."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..torch_internals.autograd import detached, not_leaves, vjp
 from .problem import Problem
 
 TOLERANCES = (1e-2, 1e-3, 1e-5)
-TIGHT = min(TOLERANCES)  # float32 reaches it, and what is measured at such a z* is right to a percent or so
+TIGHT = min(TOLERANCES)  # float32 reaches it, and numbers measured at such a z* are right to about a percent
 BUDGET = 100  # evaluations of a trial: a cell that needs more is too slow to train
-NORM_PRODUCTS = 20  # of a power iteration for the norm, which then is a few percent low at worst
+NORM_PRODUCTS = 20  # of a power iteration for the norm, which is then at most a few percent too low
 EXACT = Implicit(Broyden(1e-6, 200))  # errors measured against it are far above 1e-6
-UNCOUPLED = 0.02  # above the rounding of bf16: the largest change of a value without the other samples
-SHRINKS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # of z, tried in this order: the first that serves changes the cell least
+UNCOUPLED = 0.02  # changes of a value without the other samples that count as none; above the rounding of bf16
+SHRINKS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # factors of z, tried in this order: the first changes the cell least
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _trial(problem: Problem, solver: Solver) -> tuple[Run, Solution]:
 
 
 def _largest(numbers: Tensor) -> float:
-    """Largest of the finite numbers; those of samples that broke down are not."""
+    """Largest of the finite numbers; samples that broke down have others."""
     finite = numbers[numbers.isfinite()]
     return float(finite.max()) if finite.numel() else math.nan
 
@@ -173,7 +173,7 @@ def first_step(problem: Problem, z: Any) -> Tensor:
 
 
 def spread(problem: Problem, solution: Solution, others: Iterable[Solution]) -> Tensor:
-    """Distances, relative, of the solution from others, (answers, B); NaN where one of the two has not converged."""
+    """Distances, relative, of the solution from others, (answers, B); NaN if one of the two has not converged."""
     found = []
     for other in others:
         both = solution.converged & other.converged
@@ -211,7 +211,7 @@ def alone(problem: Problem, z: Any, row: int) -> float | None:
         whole = problem.map(lambda leaf: leaf.index_select(0, rows), problem.f(z))
         try:
             return float(problem.distances(whole, f(part)))
-        except (RuntimeError, ValueError):  # such as a cell that holds tensors of the whole batch
+        except (RuntimeError, ValueError):  # such as for a cell that holds tensors of the whole batch
             return None
 
 

@@ -1,4 +1,4 @@
-"""Fixed-point problem of a block: its evaluations are counted, and the block stays as it is."""
+"""Fixed-point problem of a block. Evaluations are counted, and the block does not change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Problem:
     """Problem z = cell(z, x) of a plan, from its start, which the plain loop solves.
 
     Attributes:
-        plan: without what records or speeds up; z0 has no graph.
+        plan: without records and accelerations; z0 has no graph.
         packing: of z0.
         marks: which leaves of x have one row per row of z.
         evaluations: calls of the cell so far.
@@ -56,7 +56,7 @@ class Problem:
 
     @contextmanager
     def held(self, seed: int) -> Iterator[None]:
-        """Context of one solve, for which the cell is one function. It leaves buffers and random states as before."""
+        """Context of one solve, in which the cell does not change. It restores buffers and random states."""
         modules, device = modules_of(self.plan.cell), self.packing.device
         with undone(modules, device), torch.inference_mode(False), torch.enable_grad():
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would change all devices

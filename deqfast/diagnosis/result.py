@@ -23,7 +23,7 @@ _KINDS = ("measured", "estimated")  # errors of gradients
 class Diagnosis:
     """Findings of ``deqfast.diagnose``. ``str`` gives the report.
 
-    Of B samples. Distances are relative to the longer of the two states. NaN stands for what was not measured.
+    There are B samples. Distances are relative to the longer of the two states. NaN means not measured.
 
     Attributes:
         cell: name of its class or function.
@@ -37,11 +37,11 @@ class Diagnosis:
         spread: (answers, B) distances of z* from the answers of the other solvers, then from random starts.
         moved: (B,) distance of z* from z0.
         step: (B,) distance of f(z) from z at a random z, whether there is a fixed point or not.
-        dependence: (B,) distance of z* from that of another sample, which has another x.
+        dependence: (B,) distance of z* from the z* of another sample, which has another x.
         gradients: errors of the gradients by each approximate adjoint.
         changing: modules that change between calls.
         difference: largest distance of two values at one state; None if it was not measured.
-        alone: distance of a sample's value from that without the other samples; None if it was not measured.
+        alone: distance of a sample's value from its value without the other samples; None if it was not measured.
         sizes: tree like z of the typical sizes of its tensors' numbers.
         scaled: whether the block has a `scale`.
         remedy: change of the cell with which it converges, looked for if no solve converged.
@@ -183,7 +183,7 @@ class Diagnosis:
         residual.set(xlabel="evaluation", ylabel="relative residual, worst sample")
         length.set(xlabel="evaluation", ylabel="|f(z)|, longest sample")
         low, high = length.get_ylim()
-        length.set_ylim(low / 2, 2 * high)  # or rounding would fill the axis
+        length.set_ylim(low / 2, 2 * high)  # without this, rounding would fill the axis
         if gradient:
             self._show_errors(*gradient)
         return figure
@@ -201,7 +201,7 @@ class Diagnosis:
 
 def _wrapped(text: str, bullet: str = "  ") -> list[str]:
     wrap = textwrap.wrap(text, _WIDTH, initial_indent=bullet, subsequent_indent="  ", drop_whitespace=True)
-    return wrap if "   " not in text else [bullet + text]  # a line of a table is as it is
+    return wrap if "   " not in text else [bullet + text]  # a line of a table stays unchanged
 
 
 def _spread_of(numbers: Tensor) -> str:
@@ -214,7 +214,7 @@ def _spread_of(numbers: Tensor) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON takes of a value."""
+    """Value in a form that JSON takes."""
     if isinstance(value, (Solver, Adjoint)):
         return repr(value)
     if is_dataclass(value):

@@ -1,1 +1,1 @@
-"""How a solve runs: the eager loop, compiled code, CUDA graphs, exports, an op in traced regions, torch.func."""
+"""Runners of a solve: the eager loop, compiled code, CUDA graphs, exports, an op in traced regions, torch.func."""

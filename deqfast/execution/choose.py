@@ -20,9 +20,9 @@ Runner = Callable[[Plan], Solution]
 
 
 def choose(plan: Plan) -> Runner:
-    """Return what runs the forward solve: the only place that knows which way of running comes before which.
+    """Return what runs the forward solve. This is the only place that knows the precedence of the runners.
 
-    ``refusals.REFUSED`` says what each way refuses. Only ``torch.compile`` is looked for elsewhere, in
+    ``refusals.REFUSED`` says what each runner refuses. Only ``torch.compile`` is handled elsewhere, in
     ``DEQBlock.forward``: its trace holds no plan, but an op that makes one when it runs.
     """
     if plan.context == "torch.export":
@@ -64,17 +64,17 @@ def in_loop(plan: Plan) -> Solution:
 
 
 def in_export(plan: Plan) -> Solution:
-    """Put the solve into the program, which keeps all samples in the batch and records nothing."""
+    """Put the solve into the exported program, which keeps all samples in the batch and records no trace."""
     return in_loop(replace(plan, drop_converged=False, trace=False))
 
 
 def by_cell(plan: Plan) -> Solution:
-    """Call the cell's own ``fixed_point``, else run what serves if it returns None."""
+    """Call the cell's own ``fixed_point``; if it returns None, run graphs, compiled code or the loop."""
     with torch.no_grad():
         solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.kernel)  # type: ignore[attr-defined]  # a hook
     if solution is None:
         return _by_solver(plan)(plan)
-    return replace(solution)  # what is known of this one must not be taken for known when the cell gives it again
+    return replace(solution)  # a copy: notes on this Solution must not appear on one that the cell returns again
 
 
 def by_graphs(plan: Plan) -> Solution:

@@ -29,8 +29,8 @@ IS_NEW = TorchVersion(torch.__version__) >= "2.14"
 def code_options() -> dict[str, Any]:
     """Options of inductor for code that holds a solve."""
     return {
-        "allow_buffer_reuse": IS_NEW,  # else inductor fails where a loop's body could use memory again
-        "emulate_precision_casts": True,  # else f is given a bfloat16 state that nobody has rounded
+        "allow_buffer_reuse": IS_NEW,  # else inductor fails if a loop's body could reuse memory
+        "emulate_precision_casts": True,  # else f is given a bfloat16 state that has not been rounded
         "aot_inductor.custom_ops_to_c_shims": c_functions(),
     }
 
@@ -40,9 +40,9 @@ class Loop:
     """The step of a loop, and the sizes of its tensors, see ``ops.steps.loops``.
 
     Attributes:
-        start: the state of a solve of no sample, which has the shapes of one.
+        start: the state of a solve without samples; its tensors have the right shapes per sample.
         values, integers: elements of `values` and of `counts` for one sample.
-        history: number of the tensors in `history`, and the shape of one for one sample.
+        history: number of the tensors in `history`, and the shape of each for one sample.
     """
 
     packing: Packing
@@ -62,7 +62,7 @@ class Loop:
         return empty_history((self.history[0], batch, *self.history[1:]), self.history_dtype, self.start.z.device)
 
     def state(self, z: Tensor, values: Tensor, history: Tensor, iterations: Tensor) -> State:
-        """The state of a solve with an inverse that has ended, of rows z (B, D)."""
+        """State at the end of a solve that keeps its inverse, for rows z (B, D)."""
         assert isinstance(self.start, MultisecantState)
         of_sample = self.start.gram.shape[1:]
         gram = values[-len(z) * math.prod(of_sample) :].view(len(z), *of_sample)
@@ -70,12 +70,12 @@ class Loop:
 
 
 def serves(solver: Solver) -> bool:
-    """Return whether a loop holds this solver's steps: not those of a subclass, which may do more."""
+    """Return whether a loop can run this solver's steps; a subclass may do more in a step."""
     return type(solver) in (Picard, Anderson, Broyden)
 
 
 def loop_of(packing: Packing, solver: Solver, z: Tensor, keep_inverse: bool = False) -> Loop:
-    """Loop for batches of any size with samples like the rows z (B, D), of a solver that it ``serves``."""
+    """Loop for batches of any size with samples like the rows z (B, D), if the loop ``serves`` the solver."""
     start = solver.init(z[:0], Kernel(KERNEL), keep_inverse)
     name, _, numbers = solver.operation(start)
     parts, dim = PARTS[name], z.shape[1]
@@ -98,7 +98,7 @@ def loop_of(packing: Packing, solver: Solver, z: Tensor, keep_inverse: bool = Fa
 def solve_in_code(
     cell: Callable[[Any, Any], Any], x: Any, loop: Loop, z0: Tensor, history: Tensor, solve: int = 0
 ) -> tuple[Tensor, ...]:
-    """All iterations from the rows z0; for `solve` and the order of the steps see ``ops.steps.loops``."""
+    """Run all iterations from the rows z0; for `solve` and the order of the steps see ``ops.steps.loops``."""
     batch = z0.shape[0]
     elements, integers = loop.values * batch, 2 + loop.integers * batch
     values, counts, status, running = torch.ops.deqfast.loop_begin(z0, elements, integers, solve)
@@ -106,7 +106,7 @@ def solve_in_code(
     def body(running: Tensor) -> tuple[Tensor]:
         batch = status.shape[0]  # a loop takes no size from outside
         of_batch = loop.packing.resized(batch)
-        # A copy, which costs nothing unless the cell works in place on it. It would work in the memory of the steps.
+        # A copy, since a cell that works in place would write to the memory of the steps. Otherwise it costs nothing.
         z = values[: batch * loop.dim].view(batch, loop.dim).clone()
         value = cell(of_batch.unpack(z), x)
         rule = loop.solver.rule(of_batch.stall_floor(value))

@@ -1,8 +1,8 @@
 """Compiled solves: cell, solver steps and the loop around them in one graph, which runs without Python.
 
-The loop is torch's ``while_loop``, left when no sample is running any more. Its steps are the C++ kernels of the
-ordinary loop, called as C functions. What the cell computes is inductor's, whose rounding is its own: a compiled solve
-agrees with the ordinary one to rounding.
+The loop is torch's ``while_loop``, which ends when no sample runs any more. Its steps are the C++ kernels of the eager
+loop, called as C functions. Inductor compiles the cell, with its own rounding: a compiled solve agrees with the eager
+one to rounding.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .loop import Begun, check_inverse, inverse_of, not_finite
 
 
 class Compiled:
-    """Compiled solves: one for each solver and shape of a sample, which serves any batch.
+    """Compiled solves: one for each solver and shape of a sample, for any batch.
 
     Args:
-        refusal: begins the error of a solve that cannot be compiled.
+        refusal: beginning of the error for a solve that cannot be compiled.
     """
 
     def __init__(self, refusal: str = "the solve cannot be compiled") -> None:
@@ -40,9 +40,9 @@ class Compiled:
         """Solve as ``deqfast.solve`` for f = cell(., x).
 
         Raises:
-            ValueError: another solver than deqfast's own; as ``deqfast.solve``.
-            RuntimeError: no kernel "cpp" for z0, a z0 of less than float32 before torch 2.14, or a cell that
-                torch.compile cannot take, with the reason.
+            ValueError: `solver` is not deqfast's own; as ``deqfast.solve``.
+            RuntimeError: z0 has no kernel "cpp", z0 has less precision than float32 before torch 2.14, or torch.compile
+                cannot compile the cell, with the reason.
         """
         check_plain("solve", z0)
         packing = Packing(z0)
@@ -56,7 +56,7 @@ class Compiled:
             if not packing.batch:
                 return Begun(packing, solver, loop.start, keep_inverse).finish(0, 0)
             history = loop.new_history(packing.batch)
-            # Without graph, or what requires a gradient and what does not would be compiled apart.
+            # Without graph: code would be compiled again for each choice of tensors that require a gradient.
             x = x.detach() if isinstance(x, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, x)
             value, status, iterations, relative, absolute, evaluations, *values = self._run(
                 key, cell, x, packing, loop, z, history
@@ -78,7 +78,8 @@ class Compiled:
                 return solution
             inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
 
-            def transposed_inverse(v: Any, history: Tensor = history) -> Any:  # whose memory goes out again without it
+            # The history is an argument, so that its memory is freed with the function.
+            def transposed_inverse(v: Any, history: Tensor = history) -> Any:
                 return inverse(v)
 
             return replace(solution, transposed_inverse=transposed_inverse)
@@ -87,18 +88,18 @@ class Compiled:
         try:
             return self._codes.call(key, cell, x, loop, z, history)
         except Exception as error:
-            # An error of the cell's own says more.
+            # An error of the cell itself says more.
             packing.check_value(evaluate(cell, packing.unpack(z), x))
             said = self._refusal if is_failed_trace(error) else "an evaluation failed"
             raise RuntimeError(f"compile=True: {said}: {reason(error)}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without what was compiled, which lives in one process."""
+        """State without the compiled code, which lives in one process."""
         return {**self.__dict__, "_loops": {}}
 
 
 def _check(solver: Solver, kernel: str, packing: Packing, keep_inverse: bool) -> None:
-    """Raise the errors of ``Compiled.solve`` for what cannot be compiled."""
+    """Raise the errors of ``Compiled.solve`` if the solve cannot be compiled."""
     if not serves(solver):
         raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
     check_inverse(solver, keep_inverse)
@@ -116,5 +117,5 @@ def _check(solver: Solver, kernel: str, packing: Packing, keep_inverse: bool) ->
 
 
 def _options() -> dict[str, Any]:
-    # Freezing takes the weights of a code without gradients for constants.
+    # Freezing treats the weights of code without gradients as constants.
     return {**code_options(), "cpp_wrapper": True, "freezing": False}

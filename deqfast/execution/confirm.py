@@ -18,9 +18,9 @@ from .plan import Plan
 
 @torch.no_grad()
 def confirmed(solution: Solution, plan: Plan, z: Any, evaluation: list[Tensor]) -> Solution:
-    """The solution, with samples INCONSISTENT that its solve took for converged and this evaluation at z* does not.
+    """Return the solution, with the status INCONSISTENT for converged samples that this evaluation at z* contradicts.
 
-    Twice the residual or the tolerance is allowed, and the rounding of f. Nothing waits for a GPU.
+    Allowed is twice the residual or the tolerance, plus the rounding of f. Nothing waits for a GPU.
     """
     if not len(solution.status) or (solution.counts is not None and not solution.counts[Status.CONVERGED]):
         return solution

@@ -1,14 +1,14 @@
 """CUDA graphs of forward solves: f and the steps of the solver are captured once and replayed without Python.
 
-A graph holds `sync_every` iterations; the host replays one after the other and looks at the count of running samples
-one graph late. With "whole" all of them stand in one graph, each behind a condition that the device evaluates, and the
-host waits at the ends of the solve only: to see that z0 is finite, and how many evaluations there were. (The iterations
-are conditional one by one, not a while loop, because the number of an iteration is an argument of its kernels.)
+A graph holds `sync_every` iterations. The host replays it repeatedly, and reads the count of running samples one replay
+late. With "whole", one graph holds all iterations. Each then runs only if a condition on the device is met, and the
+host waits only at the two ends of the solve: to see that z0 is finite, and to count the evaluations. (The iterations
+are conditional one by one instead of a while loop, because the number of an iteration is an argument of its kernels.)
 
-What a graph replays is fixed when it is captured: the memory of parameters and inputs, the kernels, every choice that
-Python made. Inputs are therefore copied into memory of the graph's, and a solve is captured again if the cell, shapes,
-dtypes, the memory of parameters and buffers, training flags, solver, autocast or the precision of float32 products
-change. Tensors that the cell keeps elsewhere must stay where they are.
+A capture fixes the memory of parameters and inputs, the kernels, and every choice that Python makes. Inputs are
+therefore copied into the graph's memory. A solve is captured again if the cell, shapes, dtypes, the memory of
+parameters and buffers, training flags, solver, autocast or the precision of float32 products change. Tensors that the
+cell keeps elsewhere must stay at their addresses.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ..torch_internals.weights import check_not_cached
 from .loop import SYNC_EVERY_ON_GPU, Begun, Run, Whole, begin, finite_rows, iterate, watch_of
 from .refusals import check_served
 
-# Each holds the memory of a solve. A training run needs two or three: batches, the last batch, evaluation.
+# Each holds the memory of a solve. A training run needs two or three: full batches, the last batch, evaluation.
 MAX_GRAPHS = 8
-DEVICE = "cuda"  # what has graphs
+DEVICE = "cuda"  # the only type of device with graphs
 
 
 class Graphs:
@@ -47,8 +47,8 @@ class Graphs:
 
     Raises:
         ValueError: another mode, or a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
-        TypeError: a cell that is not a module, so that its parameters are not known.
-        RuntimeError: "whole" where torch cannot.
+        TypeError: the cell is not a module, so that its parameters are unknown.
+        RuntimeError: the mode is "whole", and torch has no conditional nodes.
     """
 
     def __init__(self, cell: Callable[[Any, Any], Any], mode: bool | str):
@@ -62,10 +62,10 @@ class Graphs:
     def _begin(self, whole: bool) -> None:
         self.whole = whole
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
-        self._alone = threading.RLock()  # a graph has one memory: threads take turns
+        self._alone = threading.RLock()  # a graph has one memory: one thread at a time
 
     def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, sync_every: int | None) -> Solution:
-        """Solve as ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason where f cannot be captured."""
+        """Solve as ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason if f cannot be captured."""
         _check_cell(cell)
         check_not_cached(cell)
         packing = Packing(z0)
@@ -105,23 +105,23 @@ class Graphs:
 
 
 class Captured:
-    """Captured solve of cell(., x), which has begun at `start` (B, D), after one run of it aside; and its memory."""
+    """Captured solve of cell(., x) from `start` (B, D), with its memory. It runs once without capture before."""
 
     def __init__(self, cell: Callable[[Any, Any], Any], x: Any, begun: Begun, sync_every: int, whole: bool) -> None:
         leaves, spec = pytree.tree_flatten(x)
-        # Where f finds the leaves of x, and replays their z0.
+        # Memory from which f reads the leaves of x; replays read z0 from `start`.
         self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.start = begun.state.z.clone()
         fixed_x = pytree.tree_unflatten(self.inputs, spec)
         self.begun, self.state, self.max_iter, self.sync_every = begun, begun.state, begun.solver.max_iter, sync_every
         self.whole = whole  # one graph for all iterations, instead of one per `sync_every`
-        self.finished = mark()  # behind all that works in this memory, which another stream must wait for
+        self.finished = mark()  # after all work in this memory; another stream must wait for it
         run = Run(lambda z: cell(z, fixed_x), begun.packing, begun.solver, self.state, Whole())
-        # Casts that autocast keeps from before would be those of old parameters.
+        # Casts that autocast has kept could be those of older parameters.
         dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
         with torch.autocast(DEVICE, dtype=dtype, enabled=enabled, cache_enabled=False):
             try:
-                # What compiles, loads or allocates at its first use does so now, before host waits are looked for.
+                # Whatever compiles, loads or allocates at its first use does so now, before host waits are detected.
                 warm_up = functools.partial(aside, functools.partial(self._advance, run, 0, self.max_iter))
                 warm_up()
                 refuse_waits(warm_up)
@@ -170,7 +170,7 @@ class Captured:
         self.graphs[first // self.sync_every].replay()
 
     def _evaluations(self) -> int:
-        """Calls of f that a graph of all iterations has made, from the iterations of the slowest sample."""
+        """Calls of f by a graph of all iterations, which are the iterations of the slowest sample."""
         furthest = int(self.state.iterations.max())
         return min(-(-furthest // self.sync_every) * self.sync_every, self.max_iter)
 
@@ -184,7 +184,7 @@ def _check_cell(cell: Any) -> None:
 
 
 def _is_ready(cell: nn.Module) -> bool:
-    """Return whether every submodule is the same function in all solves to come, as its `has_settled` says."""
+    """Return whether every submodule will not change between solves any more, by its `has_settled`."""
     checks = [getattr(module, "has_settled", None) for module in cell.modules()]
     return all(check() for check in checks if check is not None)
 
@@ -199,7 +199,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def aside(work: Callable[[], object]) -> None:
-    """Run `work` on a stream of its own, as must precede a capture."""
+    """Run `work` on a stream of its own, which torch requires before a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -220,7 +220,7 @@ def refuse_waits(work: Callable[[], object]) -> None:
         def note(message: Warning | str, *where: Any, **more: Any) -> None:
             if threading.get_ident() == thread and "synchronizing CUDA operation" in str(message):
                 waits.append(message)
-            elif "Synchronization debug mode is a prototype" not in str(message):  # torch says so of the mode itself
+            elif "Synchronization debug mode is a prototype" not in str(message):  # torch's note on the mode itself
                 show(message, *where, **more)
 
         warnings.showwarning = note
@@ -230,16 +230,16 @@ def refuse_waits(work: Callable[[], object]) -> None:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     if waits:
-        raise RuntimeError("the cell waits for the device, by .item() or a shape that depends on values, say")
+        raise RuntimeError("the cell waits for the device, for instance by .item() or a shape that depends on values")
 
 
 def mark() -> Any:
-    """Event behind all that the current stream has queued."""
+    """Event after all work that the current stream has queued."""
     return torch.cuda.current_stream().record_event()
 
 
 def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
-    """Graphs of what each of `works` queues, which share their temporary memory.
+    """Graphs of the work that each of `works` queues; they share their temporary memory.
 
     Whatever fails, the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.)
     """
@@ -252,7 +252,7 @@ def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
             try:
                 work()
             except BaseException:
-                with suppress(RuntimeError):  # says only that the capture has failed
+                with suppress(RuntimeError):  # it reports only that the capture has failed
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -262,8 +262,8 @@ def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
 
 
 def if_running(active: Tensor, work: Callable[[], None]) -> None:
-    """Capture `work` to run only if samples are running then."""
-    graphs: Any = torch.cuda.CUDAGraph  # conditional nodes, which not every supported torch has
+    """Capture `work`, to run only if samples are running at the replay."""
+    graphs: Any = torch.cuda.CUDAGraph  # conditional nodes, which some supported versions of torch lack
     graph = graphs.get_currently_capturing_graph()
     graph.begin_capture_to_if_node((active > 0).squeeze())
     try:

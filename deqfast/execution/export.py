@@ -1,4 +1,4 @@
-"""Solves in an export: torch's ``while_loop``, which ends when no sample is running any more."""
+"""Solves in an export: torch's ``while_loop``, which ends when no sample runs any more."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _solves = itertools.count(1)
 def iterate_in_code(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor | None:
     """Run a solve from its first evaluation to its end by C++ steps, and return the evaluations, () int64.
 
-    Returns None, having done nothing, if the kernel is another one, the samples are groups or, with a warning, the loop
-    cannot hold f.
+    Returns None, without any change, if the kernel is another one, if samples have several rows, or, with a warning, if
+    the loop cannot contain f.
     """
     if not serves(solver) or state.kernel.name != KERNEL or packing.groups is not None:
         return None
@@ -49,7 +49,7 @@ def _warn(error: Exception) -> None:
 
 
 def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor | None:
-    """As ``iterate_in_code``, by torch's own operations, for a solve that has made its first evaluation."""
+    """As ``iterate_in_code``, by torch's own operations, for a solve after its first evaluation."""
     if not serves(solver) or state.kernel.name != "torch" or packing.groups is not None:
         return None
     of_sample = packing.resized(0)  # a loop takes no size of the batch from outside
@@ -69,7 +69,7 @@ def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, 
             own.f_prev = rows.clone()
         return k + 1, *(getattr(own, name) for name in tensors)
 
-    # Without dimensions: torch.onnx.export lets a size of 1 vary, which nothing could be added to.
+    # Without dimensions: torch.onnx.export treats a size of 1 as variable, and nothing could be added to it.
     start = torch.ones((), dtype=torch.int64, device=state.z.device)
     try:
         evaluations, *ended = torch.while_loop(is_running, body, (start, *tensors.values()))
@@ -78,7 +78,7 @@ def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, 
         return None
     for name, tensor in zip(tensors, ended, strict=True):
         setattr(state, name, tensor)
-    state.status = state.status.clone()  # what a loop returns is not to be written to
+    state.status = state.status.clone()  # a copy: the results of a loop must not be written to
     end(state.status, state.progress, solver.tol)
     return evaluations
 
@@ -88,8 +88,8 @@ def package_options() -> dict[str, Any]:
 
     Pass them as ``torch._inductor.aoti_compile_and_package(program, inductor_configs=deqfast.package_options())``. A
     solve with ``kernel="cpp"`` then calls deqfast's steps as C functions, without torch's dispatcher. A process that
-    loads such a package must import deqfast first. Other packages need them before torch 2.14, whose inductor makes
-    wrong code for loops.
+    loads such a package must import deqfast first. Other packages need these options before torch 2.14, whose inductor
+    generates wrong code for loops.
     """
-    fails = not IS_NEW and torch.backends.cpu.get_cpu_capability() == "AVX2"  # where its vectors read out of bounds
+    fails = not IS_NEW and torch.backends.cpu.get_cpu_capability() == "AVX2"  # here its vectors read out of bounds
     return {**code_options(), **({"cpp.simdlen": 0} if fails else {})}

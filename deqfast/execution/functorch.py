@@ -1,9 +1,9 @@
 """Blocks under the transforms of torch.func and in forward-mode AD.
 
-There a solve is a function of tensors only: of its start, and of the x, the parameters and the buffers that the cell
-computes with. It is taken out of all transforms: vmaps fold into the batch, so that every sample of every member is
-judged, accelerated and frozen by itself, while the cell is called inside of a vmap of its own. Derivatives attach to
-the values that come back, and are made of solves and calls of the cell that are transformed in turn::
+Under transforms, a solve is a function of tensors only: of its start, and of the x, parameters and buffers that the
+cell uses. It runs outside of all transforms. Vmaps fold into the batch: every sample of every member is judged,
+accelerated and frozen independently, while the cell is called inside of a vmap of its own. Derivatives attach to the
+returned values. They consist of solves and calls of the cell, which are transformed in the same way::
 
     with transforms      z0, x, weights ---------------------------+--> attached --> z* with its derivative
                                |                                   |       ^
@@ -11,7 +11,7 @@ the values that come back, and are made of solves and calls of the cell that are
                                |                                   |       ^
     without transforms         +--> solve z = f(z) of all members -+   Linearisation of f at z*
 
-Two concepts carry this: a ``StateFunction`` f, which vmaps fold, and its ``Linearisation`` at a state.
+There are two concepts: a ``StateFunction`` f, which vmaps fold, and its ``Linearisation`` at a state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tensors = list[Tensor]
 
 
 class StateFunction:
-    """Function of a state, the leaves of a tree like z, and of all tensors that it computes with.
+    """Function of a state, the leaves of a tree like z, and of all tensors that it uses.
 
     A subclass defines ``__call__`` or ``bind``.
     """
@@ -84,7 +84,7 @@ class CellFunction(StateFunction):
         self.autocast = present_autocast(self.packing.device.type)
 
     def x_of(self, others: Tensors) -> Any:
-        """The tree x with these tensors."""
+        """Return the tree x with these tensors."""
         leaves = list(self.x_leaves)
         for i, tensor in zip(self.in_x, others, strict=False):
             leaves[i] = tensor
@@ -102,14 +102,14 @@ class CellFunction(StateFunction):
 
 
 Work = Callable[[Callable[[Tensors], Tensors], Tensors, int], Sequence[Tensor]]
-"""Work on values: takes f as a function of the state, the state, and the number of members folded into its rows;
-returns tensors whose dimension 0 are rows or samples."""
+"""Function on values. It takes f as a function of the state, the state, and the number of members folded into its rows.
+It returns tensors whose dimension 0 are rows or samples."""
 
 
 def on_values(
     work: Work, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
 ) -> Tensors:
-    """Results of the work on the values of these tensors, outside of all transforms; without derivative."""
+    """Results of the work on the values of these tensors, outside of all transforms, and without derivative."""
     return list(_OnValues.apply(work, f, members, len(state), len(rows), *state, *rows, *others))
 
 
@@ -163,7 +163,7 @@ class Linearisation:
     def push(self, tangents: Tensors) -> Tensors:
         """Tangents of f, for tangents of the chosen tensors.
 
-        By two transpositions: forward-mode AD does not nest in itself.
+        It transposes twice, because forward-mode AD does not nest in itself.
         """
         value, product = torch.func.vjp(self._of_chosen, self._chosen)[:2]
         return transpose(product, value)(tangents)[0]
@@ -181,10 +181,10 @@ class Linearisation:
 
 
 class Derivative:
-    """Derivative of a fixed point in the tensors that its function computes with. This base has none.
+    """Derivative of a fixed point in the tensors that its function uses. This base class has none.
 
     Args:
-        name: of the adjoint, for errors.
+        name: name of the adjoint, for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -206,11 +206,11 @@ class Derivative:
 
 
 class Once(Derivative):
-    """Derivative of another function at the state, which is held fixed. Not differentiable in turn.
+    """Derivative of another function at the state, with the state as a constant. Not differentiable twice.
 
     Args:
-        name: of the adjoint, for errors.
-        surrogate: makes the function to differentiate of the state's own.
+        name: name of the adjoint, for errors.
+        surrogate: maps the state's own function to the one to differentiate.
     """
 
     def __init__(self, name: str, surrogate: Callable[[StateFunction], StateFunction] = lambda f: f) -> None:
@@ -269,7 +269,7 @@ class _Attached(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         given = tangents[5 + ctx.states :]
         chosen = [t for t in given if t is not None]
-        with forward_mode():  # which torch closes for this call, and so would lose what outer levels differentiate
+        with forward_mode():  # torch closes it for this call, and would lose what outer levels differentiate
             saved = [without_tangent(tensor) for tensor in ctx.saved_tensors]
             at = _linearisation(ctx, saved, [tangent is not None for tangent in given])
             return tuple(over_members(lambda tangents: ctx.derivative.push(at, tangents), chosen))
@@ -318,7 +318,7 @@ def solve_values(plan: Plan) -> Solution:
 
 
 def attach_derivative(plan: Plan, solution: Solution, derivative: Derivative) -> Any:
-    """Value of ``solve_values`` with its derivative, which the samples that broke down do not get."""
+    """Value of ``solve_values`` with its derivative, except for samples that broke down."""
     z, x, broken = plan.without_broken(solution)
     f = CellFunction(plan, x)
     values, spec = pytree.tree_flatten(solution.value)
@@ -334,14 +334,14 @@ def groups_of_members(groups: Groups | None, members: int) -> Groups | None:
 
 
 def _check_held(f: CellFunction, z0: Tensors) -> None:
-    """RuntimeError if the cell computes with a tensor of a transform or graph that is not in `others`."""
+    """Raise RuntimeError if the cell uses a tensor of a transform or graph that is not in `others`."""
     with torch.enable_grad():
         found = f([constant(z) for z in z0], [], [constant(tensor) for tensor in f.others])
     if any(is_transformed(y) for y in found):
         raise RuntimeError(
             "deqfast: under torch.func and forward-mode AD the cell may hold no tensor that is transformed or requires "
-            "a gradient but its parameters and buffers, as the derivative in it would be lost: give it to the block in "
-            "x, or make the cell an nn.Module"
+            "a gradient, except its parameters and buffers: its derivative would be lost. Give it to the block in x, "
+            "or make the cell an nn.Module"
         )
 
 
@@ -377,5 +377,5 @@ def _vmapped(
 
 
 def unfold(tensors: Sequence[Tensor], members: int) -> Tensors:
-    """Tensors (V, B, ...) of tensors (V * B, ...) that hold the rows of V = `members` members."""
+    """Tensors (V, B, ...) of tensors (V * B, ...) with the rows of V = `members` members."""
     return [t.unflatten(0, (members, len(t) // members)) for t in tensors]

@@ -1,7 +1,7 @@
 """Compiled backward solves: the product u -> J^T u of a cell at z* as a graph of its own, in a compiled loop.
 
-``torch.compile`` captures the cell, with guards on all that it reads. The graph of its evaluation and of its gradient
-falls in two: what hangs on u is the product, and the rest is computed once, at z*.
+``torch.compile`` captures the cell, with guards on all that it reads. The graph of its evaluation and its gradient is
+split in two: the part that depends on u is the product, and the rest is computed once, at z*.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..torch_internals.dispatch import OpOverload
 from ..torch_internals.dynamo import reason
 from .compiled import Codes, Compiled
 
-# The identity, by which z is told from the other inputs of a captured graph.
+# The identity, which marks z among the inputs of a captured graph.
 library.define("differentiated(Tensor z) -> Tensor")
 library.impl("differentiated", torch.clone, "CompositeImplicitAutograd")
 _differentiated = torch.ops.deqfast.differentiated.default
@@ -39,10 +39,10 @@ class Product:
     """u -> J^T u at one z*.
 
     Attributes:
-        graph: of the leaves of u and of `saved`.
-        saved: what does not hang on u, see ``keep``.
+        graph: its inputs are the leaves of u and `saved`.
+        saved: values that do not depend on u, see ``keep``.
         loops: compiled solves with this graph.
-        leaves: of z*, whose shapes, dtypes and memory orders those of u have.
+        leaves: those of z*; the leaves of u have their shapes, dtypes and memory orders.
     """
 
     graph: fx.GraphModule
@@ -53,7 +53,7 @@ class Product:
     def solve(self, start: list[Tensor], solver: Solver, kernel: str) -> Solution:
         """Solve u = J^T u + start from `start`, leaves like those of z*; the value is a list of leaves too."""
         start = [torch.empty_like(z).copy_(g) for z, g in zip(self.leaves, start, strict=True)]
-        with torch.autocast(start[0].device.type, enabled=False):  # the graph holds its casts
+        with torch.autocast(start[0].device.type, enabled=False):  # the graph contains its casts
             saved = [kept(tensor) for tensor in self.saved]
             return self.loops.solve(_affine, (self.graph, saved, start), start, solver, kernel)
 
@@ -64,7 +64,7 @@ def _affine(u: list[Tensor], given: tuple[fx.GraphModule, list[Tensor], list[Ten
 
 
 class Linearised:
-    """Compiled linearisations of a cell: one for each shape of a sample, which serves any batch."""
+    """Compiled linearisations of a cell: one for each shape of a sample, for any batch."""
 
     def __init__(self) -> None:
         self._begin()
@@ -74,10 +74,10 @@ class Linearised:
         self._found = threading.local()
 
     def __call__(self, cell: Callable[[Any, Any], Any], z: Any, x: Any) -> Product | None:
-        """Product with the Jacobian of cell(., x) at z; None where torch runs code as written, or without samples.
+        """Product with the Jacobian of cell(., x) at z; None without samples, or if torch runs code uncompiled.
 
         Raises:
-            RuntimeError: torch.compile cannot take the cell, or its gradient, with the reason.
+            RuntimeError: torch.compile cannot compile the cell or its gradient, with the reason.
         """
         packing = Packing(z)
         if not packing.batch:
@@ -107,11 +107,11 @@ class Linearised:
                 found = vjp(values, evaluation.leaves, u)
             return [torch.zeros_like(v) if p is None else p for p, v in zip(found, u, strict=True)]
 
-        # What torch.compile traced with, whose sizes its guards know.
+        # The inputs with which torch.compile traced; its guards know their sizes.
         given = [node.meta["example_value"] for node in captured.graph.nodes if node.op == "placeholder"]
         arguments = [torch.empty_like(z) for z in states], given
         graph = make_fx(products, tracing_mode="symbolic")(*arguments)
-        # Backward formulas may write to fresh zeros, which would be computed once.
+        # Backward formulas may write to fresh zeros, which the split would compute only once.
         graph = make_fx(torch.func.functionalize(graph), tracing_mode="symbolic")(*arguments)
         once, product = _parted(graph, len(states))
         loops, outputs = Compiled(_REFUSAL), len(states)
@@ -133,7 +133,7 @@ class Linearised:
 
 def _evaluated(cell: Callable[[Any, Any], Any], spec: pytree.TreeSpec, leaves: list[Tensor], x: Any) -> list[Tensor]:
     z = pytree.tree_unflatten([_differentiated(leaf) for leaf in leaves], spec)
-    # Copies, which no product needs: of a graph, outputs that repeat or are inputs would be left out.
+    # Copies, which the product does not need: the capture would drop outputs that repeat or are inputs.
     return [value.clone() for value in in_order_of(z, cell(z, x))]
 
 
@@ -152,7 +152,7 @@ class _Evaluation(fx.Interpreter):
 
 
 def _parted(graph: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """What does not hang on the first `count` inputs, as a graph of the others; the rest, of these and a list of it."""
+    """Split a graph: the part without the first `count` inputs, and the rest, with them and that part's results."""
     *nodes, output = graph.graph.nodes
     hanging = set(nodes[:count])
     for node in nodes:
@@ -189,7 +189,7 @@ def _parted(graph: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.Graph
 
 
 def _size(number: fx.Node, nodes: list[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Input, and its dimension, of which the input `number` is the size; None where it is none."""
+    """Return the input and the dimension whose size the input `number` is; None if it is not a size."""
     if number.op == "placeholder" and isinstance(number.meta["val"], torch.SymInt):
         for node in nodes:
             shape = getattr(node.meta["val"], "shape", ()) if node.op == "placeholder" else ()
@@ -200,7 +200,7 @@ def _size(number: fx.Node, nodes: list[fx.Node]) -> tuple[fx.Node, int] | None:
 
 
 def _is_made_in_loops(node: fx.Node) -> bool:
-    """Return whether it is a size or a view, of which loops take neither such as vary nor such as share memory."""
+    """Return whether it is a size or a view; loops take neither sizes that vary nor tensors that share memory."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:

@@ -1,4 +1,4 @@
-"""The iteration loop of eager solves, what begins it, and what ends it."""
+"""The iteration loop of eager solves, their beginning and their end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
 from .export import iterate_in_code, iterate_in_graph
 
-# On a GPU a look at the count of running samples costs a copy and a launch; an evaluation in vain costs less than that.
+# On a GPU, reading the count of running samples costs a copy and a launch, which is more than one surplus evaluation.
 SYNC_EVERY_ON_GPU = 2
 
 
-# Finished samples leave f's batch when they are this share of it: fewer are not worth moving the others.
+# Finished samples leave f's batch when they are this share of it; moving the others is not worth it for fewer.
 COMPACT_SHARE = 0.25
 
 
@@ -36,7 +36,7 @@ StopFn = Callable[[Any, Any, int], Tensor]
 
 @dataclass(frozen=True)
 class Begun:
-    """Solve that has begun, in the memory of its state."""
+    """Solve that has begun, with its state."""
 
     packing: Packing
     solver: Solver
@@ -44,7 +44,7 @@ class Begun:
     keep_inverse: bool = False
 
     def finish(self, evaluations: int, sample_evaluations: int, state: State | None = None) -> Solution:
-        """Solution after this number of calls of f; `state`: a copy of the solve's own, for one that is run again."""
+        """Solution after this number of calls of f; `state`: a copy of its state if the solve will run again."""
         state = self.state if state is None else state
         solution = solution_of(self.packing, self.solver, state, evaluations, sample_evaluations)
         if not self.keep_inverse:
@@ -67,12 +67,12 @@ def begin(
     Raises:
         TypeError, ValueError: z0, `groups` or `scale` are not as ``deqfast.solve`` takes them; the solver has no
             inverse to keep.
-        RuntimeError: no kernel of this name serves.
+        RuntimeError: the kernel of this name cannot run.
     """
     check_inverse(solver, keep_inverse)
     packing = Packing(z0, groups, scale)
     chosen = choose_kernel(kernel, packing.device)
-    # In inference mode what f does in place would not be counted.
+    # In inference mode torch does not count in-place operations of f.
     with _outside_inference(), outside_exports(torch.no_grad()):
         state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
         if trace:
@@ -91,9 +91,9 @@ def check_inverse(solver: Solver, keep_inverse: bool) -> None:
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:
-    """Rows (B, D) of z0; ValueError naming those that are not finite, but for an export, which cannot look."""
+    """Rows (B, D) of z0; raises ValueError for rows that are not finite, except in an export, which has no values."""
     z = packing.pack(z0)
-    # A finite sum has finite terms only; one that is not may have overflown.
+    # A finite sum has finite terms only; a sum that is not finite may have overflowed.
     if not is_exporting() and not math.isfinite(float(values(z).sum())):
         finite = torch.isfinite(z).all(dim=1)
         if not bool(values(finite).all()):
@@ -109,7 +109,7 @@ def not_finite(finite: Tensor) -> ValueError:
 
 
 def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
-    """``Solution.transposed_inverse`` of a solve that has come to `state`."""
+    """``Solution.transposed_inverse`` of a solve at `state`."""
     assert isinstance(solver, Multisecant)
     gradients = packing.transposed()
     return lambda v: gradients.unpack(solver.transposed_inverse(state, gradients.pack(v)))
@@ -125,7 +125,7 @@ def iterate(
 ) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number.
 
-    After every `patience` iterations, and when all samples are done, `resume(k)` may let samples run again and returns
+    After every `patience` iterations, and when all samples are done, `resume(k)` may let samples run again. It returns
     the number of the next iteration.
     """
     sync_every = sync_every or (SYNC_EVERY_ON_GPU if watch.active.is_cuda else 1)
@@ -147,7 +147,7 @@ def iterate(
 
 
 def export(run: Run, keep_inverse: bool) -> Any:
-    """Iterate where torch.export traces; the number of evaluations, a tensor if a loop of the graph counts them."""
+    """Iterate under torch.export; return the number of evaluations, a tensor if a loop of the graph counts them."""
     solve = run.f, run.packing, run.solver, run.state
     is_loop = type(run.batches) is Whole and run.stop_fn is None and run.state.trace is None
     evaluations = iterate_in_code(*solve) if is_loop and not keep_inverse else None
@@ -162,23 +162,23 @@ def export(run: Run, keep_inverse: bool) -> Any:
 
 
 class Watch:
-    """Number of running samples, as the host knows it; -1 before the first look."""
+    """Number of running samples, as the host knows it; -1 before it is read."""
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
 
     def count(self) -> int:
-        """Look, which waits for the device, and return the number."""
+        """Read the number, which waits for the device, and return it."""
         self.known = int(self.active)
         return self.known
 
     def forget(self) -> None:
-        """Forget the number, which has changed since."""
+        """Forget the number, which is outdated."""
         self.known = -1
 
 
 class LateWatch(Watch):
-    """Number at the look before, which the device has reached while the host was queueing what followed."""
+    """Number at the previous look; meanwhile the device has computed it, so that the host does not wait."""
 
     def __init__(self, active: Tensor):
         super().__init__(active)
@@ -189,7 +189,8 @@ class LateWatch(Watch):
     def count(self) -> int:
         if self.arrived is None:
             self.arrived = torch.cuda.Event()
-            self.stream = torch.cuda.current_stream(self.active.device)  # held: to ask takes as long as to record
+            # Kept, because asking for it takes as long as recording.
+            self.stream = torch.cuda.current_stream(self.active.device)
         else:
             self.arrived.synchronize()
             self.known = self.pinned.tolist()[0]
@@ -203,7 +204,7 @@ class LateWatch(Watch):
 
 
 def watch_of(active: Tensor) -> Watch:
-    """Watch of the device's counter `active`; late on a GPU, because a look would wait."""
+    """Watch of the device's counter `active`; late on a GPU, because reading it would wait."""
     return LateWatch(active) if active.is_cuda else Watch(active)
 
 
@@ -214,18 +215,18 @@ class Whole:
         self.sample_evaluations = 0
 
     def take_all(self) -> None:
-        """Take all samples into the next batch, since some run again."""
+        """Put all samples into the next batch, because some run again."""
 
     def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
-        """Call f; its value, and its rows (B, D)."""
+        """Call f, and return its value and its rows (B, D)."""
         self.sample_evaluations += packing.batch
         value = evaluate(f, packing.unpack(state.z))
         return value, packing.pack_value(value, state.z)
 
 
 class Compaction(Whole):
-    """Batches of the running samples, or some more. Rows of others hold nothing, which no solver reads; where it
-    `fills`, the value has their z.
+    """Batches of the running samples, and perhaps some others. Rows of the others are undefined, and no solver reads
+    them. With `fills`, the value has their z.
     """
 
     def __init__(self, watch: Watch, fills: bool) -> None:
@@ -252,7 +253,7 @@ class Compaction(Whole):
         return value, rows
 
     def _drop(self, packing: Packing, state: State) -> None:
-        """Find the running rows again if enough of them are done, which waits for the device."""
+        """Select the running rows again if enough others are done; this waits for the device."""
         size = packing.batch if self.rows is None else len(self.rows)
         if 0 < self.watch.known <= (1 - COMPACT_SHARE) * size:
             running = state.running.nonzero().flatten()
@@ -261,7 +262,7 @@ class Compaction(Whole):
 
 @dataclass
 class Run:
-    """Solve under way, whose iterations advance the state in place."""
+    """Running solve, whose iterations advance the state in place."""
 
     f: Callable[..., Any]
     packing: Packing
@@ -269,7 +270,7 @@ class Run:
     state: State
     batches: Whole
     stop_fn: StopFn | None = None
-    made: int = 0  # evaluations; a solver may leave out numbers
+    made: int = 0  # evaluations; a solver may skip numbers
 
     def advance(self, first: int, until: int) -> None:
         """Run the iterations first ... until - 1."""
@@ -286,12 +287,12 @@ class Run:
             self.made += 1
 
     def resume(self, k: int) -> int:
-        """Let the solver resume samples; the number of the next evaluation, max_iter if none follows."""
+        """Let the solver resume samples; return the number of the next evaluation, max_iter if none follows."""
         self.batches.take_all()
         return self.solver.resume(self.state, k, self.solver.max_iter)
 
     def _asked(self, stop_fn: StopFn, value: Any, k: int) -> Tensor:
-        """The mask of samples to end, by the rule, which may keep z, a copy of the solver's, but not write to f(z)."""
+        """Mask of samples to end, by the rule. It may keep z, which is a copy, and must not write to f(z)."""
         before, status = versions(value), self.state.status
         ended = stop_fn(self.packing.unpack(self.state.z.clone()), value, k)
         if versions(value) != before:
@@ -304,7 +305,7 @@ class Run:
         return ended
 
     def _end(self, ended: Tensor, rows: Tensor, k: int) -> None:
-        """End the running samples of the mask, unless they have converged or are not finite, at the present iterate."""
+        """End the running samples of the mask at the present iterate, unless they have converged or are not finite."""
         state = self.state
         assert state.rule is not None  # f has returned a value
         now = evaluated(state.z, rows, state.rule, begun(state.progress, k))

@@ -1,6 +1,6 @@
 """Fully connected fixed points z = act(W z + c), solved in one launch without the host in the loop.
 
-The solve has the judgement and the Solution of ``deqfast.solve`` with ``Picard(relaxation=1)``.
+The solve stops by the same rule and returns the same Solution as ``deqfast.solve`` with ``Picard(relaxation=1)``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .loop import not_finite
 
 _STATE_DTYPES = tuple(STATE.allowed)
 _DEFAULT_SOLVER = Picard()
-# Most products per evaluation for which "auto" takes the one launch on a GPU. Above, the matrix units of the ordinary
-# loop should outweigh its launches. This is the cost model's number, not a measured one.
+# Most products per evaluation for which "auto" takes the one launch on a GPU. Above, the ordinary loop should be
+# faster, since it uses matrix units. The number comes from a cost model and is not measured.
 MAX_AUTO_PRODUCTS = 1 << 28
 
 
@@ -47,7 +47,7 @@ def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def serves(requested: str, kernel: Kernel, weight: Tensor, z0: Tensor) -> bool:
-    """Return whether `kernel` solves in one launch and, with kernel "auto", should be faster so."""
+    """Return whether `kernel` solves in one launch and, for kernel "auto", whether that should be faster."""
     if requested == "auto" and z0.is_cuda and z0.numel() * len(weight) > MAX_AUTO_PRODUCTS:
         return False
     return has_kernel(kernel, weight, z0.dtype)
@@ -56,7 +56,7 @@ def serves(requested: str, kernel: Kernel, weight: Tensor, z0: Tensor) -> bool:
 def _launch(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: Kernel, stall_floor: float
 ) -> Solution:
-    """Solve by the op, and wait for the device once. ValueError for a z0 that is not finite, naming its rows."""
+    """Solve by the op, and wait for the device once; raises ValueError for rows of z0 that are not finite."""
     absolute = solver.is_absolute
     with torch.no_grad():
         weight, c, z0 = (tensor.detach().contiguous() for tensor in (weight, c, z0))
@@ -69,7 +69,7 @@ def _launch(
             calls, samples, healthy = torch.stack([iterations.amax(), iterations.sum(), finite.all()]).tolist()
             if not healthy:
                 raise not_finite(finite)
-            if kernel.name == "torch":  # which does not stop
+            if kernel.name == "torch":  # this one does not stop early
                 calls, samples = solver.max_iter, solver.max_iter * len(c)
     return Solution(value, status, iterations, residual[int(absolute)], residual[0], residual[1], calls, samples)
 
@@ -85,12 +85,12 @@ def solve_cell(
     """Solve a cell act(W z + injection()) in one launch, or return None if only the ordinary loop serves.
 
     One launch needs the solver ``Picard(relaxation=1)`` and a state of one float32 or float64 tensor (B, D), in the
-    dtype of W. It also needs a kernel for this size; without one, a kernel asked for by name serves with its steps.
-    Under bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as in the loop.
+    dtype of W. It also needs a kernel for this size; without it, a kernel chosen by name runs the ordinary loop. Under
+    bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as in the loop.
     """
     if type(solver) is not Picard or solver.relaxation != 1 or not isinstance(z0, Tensor) or z0.dim() != 2:
         return None
-    if not has_values(z0):  # which the loop refuses
+    if not has_values(z0):  # the loop refuses it
         return None
     if z0.shape[1] != len(weight) or z0.device != weight.device or z0.dtype != weight.dtype:
         return None
@@ -142,8 +142,8 @@ def fc_fixed_point(
     """Solve z = act(W z + c) for every sample in one launch; return z and the Solution.
 
     z carries the Jacobian-free gradient (Fung et al., AAAI 2022, as ``JFB``) in `weight` and `c`: the gradient of
-    act(W z + c) with z fixed. z0 gets no gradient, nor does a sample whose f was not finite. The dtypes given are those
-    of the computation, under autocast too.
+    act(W z + c) with z fixed. z0 gets no gradient, nor does a sample whose f was not finite. The computation uses the
+    given dtypes, under autocast too.
 
     Args:
         weight: W, (D, D) in the dtype of c, or bfloat16 for a float32 c; its values are multiplied in the dtype of c.
@@ -151,15 +151,15 @@ def fc_fixed_point(
         z0: the start, shaped like c; None: zeros.
         activation: "identity", "relu", "tanh" or "gelu" (with erf).
         solver: ``Picard`` with relaxation 1; None: ``Picard()``.
-        kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) if no
-            kernel holds W or, on a GPU, if B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
-            bfloat16 weights with D <= 256 (128 if a block has less than 144 KiB of shared memory). "cuda" serves what
-            the GPU holds in shared memory, at most D = 2048. "torch" makes all of max_iter iterations.
+        kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) if W fits
+            no kernel or, on a GPU, if B D^2 exceeds 2^28. By name, "triton" supports float32 with D <= 128, or bfloat16
+            weights with D <= 256 (128 if a block has less than 144 KiB of shared memory). "cuda" supports D <= 2048, if
+            it fits into the GPU's shared memory. "torch" makes all of max_iter iterations.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or z0 is not finite; named, with what is allowed.
-        RuntimeError: `kernel` was asked for by name and does not serve (triton: ValueError); a tensor belongs to
-            torch.func or forward-mode AD.
+        RuntimeError: `kernel` was chosen by name and cannot run (triton: ValueError); a tensor belongs to torch.func or
+            forward-mode AD.
 
     Examples:
         >>> weight = (0.1 * torch.randn(16, 16)).requires_grad_()
@@ -188,7 +188,7 @@ def fc_fixed_point(
 def _solve(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
 ) -> Solution:
-    """Solve in one launch, or in the ordinary loop if that serves "auto" better or an export needs all iterations."""
+    """Solve in one launch, or in the ordinary loop if "auto" prefers it or an export needs all iterations."""
     if not is_exporting() and (requested != "auto" or serves(requested, kernel, weight, c)):
         return _launch(weight, c, z0, activation, solver, kernel, 0.0)
     wide, function = weight.detach().to(c.dtype), reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
@@ -234,7 +234,7 @@ def _fake_solve_op(weight: Tensor, c: Tensor, *settings: Any) -> list[Tensor]:
 
 library.define(
     f"solve_fc{torch.library.infer_schema(_solve_op, mutates_args=())}",
-    tags=(torch.Tag.cudagraph_unsafe,),  # it looks at the device
+    tags=(torch.Tag.cudagraph_unsafe,),  # it reads from the device
 )
 library.impl("solve_fc", _solve_op, "CompositeExplicitAutograd")
 torch.library.register_fake("deqfast::solve_fc", _fake_solve_op, lib=library)

@@ -1,12 +1,12 @@
 """Blocks in compiled regions: a whole solve is one op of the graph.
 
-``torch.compile`` traces tensors, not the choices of a solve: how many evaluations it takes, which kernel serves. A
-traced block therefore becomes the op ``solve_block``, which runs the block as it runs without compilation, and its
-gradient becomes ``pull_block``. The op's arguments are the tensors that the block reads: x, z0, `groups`, and the
-parameters and buffers of the cell. The rest, such as solver and hooks, is found in the live block by its number.
+``torch.compile`` traces tensors, but not the choices of a solve, such as the number of evaluations or the kernel. A
+traced block therefore becomes the op ``solve_block``, which runs the block uncompiled, and its gradient becomes
+``pull_block``. The op's arguments are the tensors that the block reads: x, z0, `groups`, and the parameters and buffers
+of the cell. The rest, such as solver and hooks, is found in the live block by its number.
 
-The graph that autograd records in ``solve_block`` waits for ``pull_block`` for as long as the op's last output lives, a
-ticket that is saved for the backward pass.
+The last output of ``solve_block`` is a ticket, which is saved for the backward pass. While it lives, the graph that
+autograd has recorded in ``solve_block`` is kept for ``pull_block``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..torch_internals.transforms import in_forward_mode, in_reverse_mode, in_to
 from ..torch_internals.weights import holding, tensors_of
 from .refusals import check_served
 
-# What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
+# Marks for tensors in the description of a call. No constant of x equals them, because bytes are refused there.
 _TENSOR, _PARAMETER = b"tensor", b"parameter"
 
 
@@ -67,24 +67,24 @@ _recorded: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by ticket: value
 
 
 def new_number(block: Block) -> Tensor:
-    """Number by which compiled code finds the block for as long as it lives; no other block has had it.
+    """Number by which compiled code finds the block while it lives; no other block ever had it.
 
     A tensor, because code is compiled again for each int.
     """
     number = next(_numbers)
     _live[number] = block
-    with without_modes():  # which would give it no value to read later
+    with without_modes():  # in a mode it would have no value to read later
         return torch.tensor(number, device="cpu")
 
 
 def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: Groups | Tensor | str | None) -> Any:
     """``DEQBlock.forward`` in a region that ``torch.compile`` traces.
 
-    Within ``vmap``, ``jvp`` and forward-mode AD the block runs as it is, between two graphs.
+    Within ``vmap``, ``jvp`` and forward-mode AD the block runs uncompiled, between two graphs.
 
     Raises:
         ValueError: the call is within a gradient of torch.func, or has trace=True and `return_solution`.
-        TypeError: x or z0 holds something else than tensors, None, truth values and strings in dicts, lists and tuples.
+        TypeError: x or z0 holds anything other than tensors, None, truth values and strings in dicts, lists and tuples.
     """
     if _is_transformed():
         value, solution = untraced(block._run, x, z0, groups)
@@ -119,8 +119,8 @@ def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: G
 def _is_transformed() -> bool:
     """Return whether the trace is within torch.func or forward-mode AD; ValueError if it is in reverse mode.
 
-    Dynamo runs this as it is, and the error ends the trace. After an error that it has traced, it would compile the
-    calls inside of the transform, which fails in torch.
+    Dynamo runs this function uncompiled, and the error ends the trace. If dynamo traced the error, it would then
+    compile the calls inside of the transform, which fails in torch.
     """
     check_served("torch.compile", ["a gradient of torch.func"] * in_reverse_mode())
     return in_torch_func() or in_forward_mode()
@@ -128,26 +128,26 @@ def _is_transformed() -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """Call of a block, with the tensors that the op was given in their places."""
+    """Call of a block, with the tensors that the op was given."""
 
     x: Any
     z0: Any
     groups: Tensor | str | None
-    records: bool  # a graph, for a gradient
+    records: bool  # whether a graph is recorded, for a gradient
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
     @classmethod
     def of(cls, described: str, take: Callable[[bytes], Tensor]) -> _Call:
-        """The call described, with `take(mark)`, called in order, in the place of the marks."""
+        """Return the described call, with each mark replaced by `take(mark)`, in order."""
         leaves, spec = _parsed(described)
         return cls(*pytree.tree_unflatten([take(leaf) if isinstance(leaf, bytes) else leaf for leaf in leaves], spec))
 
 
-# An op takes tensors, numbers, strings and lists, but no trees. Compiled code that torch keeps on disk would lose a
-# record that lies outside of the graph. A literal of the tree is a constant, which dynamo can trace.
+# An op takes tensors, numbers, strings and lists, but no trees. A record outside of the graph would be lost when torch
+# keeps compiled code on disk. A literal of the tree is a constant, which dynamo can trace.
 def _describe(tree: Any, tensors: list[Tensor]) -> str:
-    """Literal of the tree with marks in the place of its tensors, which are appended to `tensors` in its order."""
+    """Literal of the tree with marks in place of its tensors, which are appended to `tensors` in order."""
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return repr(_PARAMETER if isinstance(tree, nn.Parameter) else _TENSOR)
@@ -195,7 +195,7 @@ class _Solve(torch.autograd.Function):
 
 
 class _Plain(nn.Module):
-    """The block's own solve, without the hooks and the subclass around it, which are traced."""
+    """Solve of a block, without its hooks and subclass, which are traced."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def _solve_block(
 ) -> list[Tensor]:
     block = _live.get(int(number))
     if block is None:
-        raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
+        raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it again")
     with as_outside():
         call, leaves = _with_leaves(described, tensors, wanted)
         swapped, leaves = _swaps(block, call, leaves)
@@ -227,7 +227,7 @@ def _solve_block(
 
 
 def _with_leaves(described: str, tensors: list[Tensor], wanted: list[bool]) -> tuple[_Call, list[Tensor]]:
-    """The call with the tensors as leaves of a graph of its own, and the leaves that want a gradient."""
+    """Return the call with the tensors as leaves of a new graph, and the leaves that need a gradient."""
     given, leaves = iter(zip(tensors, wanted, strict=True)), []
 
     def fresh(mark: bytes) -> Tensor:
@@ -240,9 +240,9 @@ def _with_leaves(described: str, tensors: list[Tensor], wanted: list[bool]) -> t
 
 
 def _swaps(block: Block, call: _Call, leaves: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Tensors to swap into the block, by name, and the leaves, of which some are then the block's own.
+    """Tensors to swap into the block, by name, and all leaves. Some of the leaves are the block's own tensors.
 
-    What the graph was given stays the block's own, which a hook may replace and other threads may be reading.
+    A tensor that the op received unchanged stays the block's own: a hook may replace it, other threads may read it.
     """
     own, named = tensors_of(block.cell), call.parameters | call.buffers
     fresh_of = {id(own[name]): tensor for name, tensor in named.items()}
@@ -256,7 +256,7 @@ def _run(block: Block, call: _Call, swapped: dict[str, Tensor], autocast: torch.
     """Value and Solution of the block with these tensors in place of its own, in the modes of the traced call."""
     device = pytree.tree_leaves(call.z0)[0].device.type
     autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
-    torch.clear_autocast_cache()  # whose casts may be of old weights; compiled code uses none
+    torch.clear_autocast_cache()  # its casts may be of older weights; compiled code uses none
     exclusive = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
     with torch.set_grad_enabled(call.records), autocasts, holding({}), exclusive:
         arguments = call.x, call.z0, call.groups
@@ -265,16 +265,16 @@ def _run(block: Block, call: _Call, swapped: dict[str, Tensor], autocast: torch.
 
 
 def _results(call: _Call, value: Any, solution: Solution) -> list[Tensor]:
-    """Results of the op, but for its ticket; they may not share memory."""
+    """Results of the op without its ticket; they may not share memory."""
     pairs = zip(pytree.tree_leaves(call.z0), pytree.tree_leaves(value), strict=True)
     calls = torch.tensor([solution.evaluations, solution.sample_evaluations], device="cpu")
-    residuals = solution.residual_rel.clone(), solution.residual_abs.clone()  # which are rows of one tensor
+    residuals = solution.residual_rel.clone(), solution.residual_abs.clone()  # rows of one tensor
     found = [_like(z0, z.detach()) for z0, z in pairs]
     return [*found, solution.status, solution.iterations, *residuals, calls]
 
 
 def _is_given(own: Tensor, given: Tensor, records: bool) -> bool:
-    """Return whether the cell's own tensor is the one given and, if a graph is recorded, a leaf like it."""
+    """Return whether the cell's own tensor is the given one and, if a graph is recorded, whether both are leaves."""
     return own.is_set_to(given) and (not records or own.is_leaf and own.requires_grad == given.requires_grad)
 
 
@@ -283,7 +283,7 @@ def _keep(values: list[Tensor], leaves: list[Tensor], ticket: Tensor) -> None:
     if depends_on_others(values, leaves):
         raise RuntimeError(
             "deqfast: under torch.compile the cell depends on a tensor that requires a gradient and is neither in x "
-            "nor a parameter of the cell, so that its gradient would be lost: register it, or give it to the block in x"
+            "nor a parameter of the cell. Its gradient would be lost: register it, or give it to the block in x"
         )
     if not leaves:
         return
@@ -336,18 +336,18 @@ def _fake_pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) 
 
 
 def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> None:
-    # It looks at the device, which a CUDA graph cannot.
+    # It reads from the device, which a CUDA graph cannot.
     library.define(name + schema, tags=(torch.Tag.cudagraph_unsafe, *tags))
     library.impl(name, run, "CompositeExplicitAutograd")  # autograd works inside, as in the block without compilation
     torch.library.register_fake(f"deqfast::{name}", fake, lib=library)
 
 
-# `first` is the first of the tensors: an activation checkpoint tells the device by it, and sees none in a list.
+# `first` is the first of the tensors: an activation checkpoint takes its device, and sees no tensor in a list.
 _register(
     "solve_block",
     "(Tensor first, Tensor number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
     _solve_block,
     _fake_solve_block,
-    torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: two calls are never one, from torch 2.14 on
+    torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: from torch 2.14 on, two calls are never merged
 )
 _register("pull_block", "(Tensor ticket, Tensor[] inputs, Tensor[] grads) -> Tensor[]", _pull_block, _fake_pull_block)

@@ -1,4 +1,4 @@
-"""Plan of a forward pass: what is solved, how it is executed, and what it leaves behind."""
+"""Plan of a forward pass: what is solved, how it is executed, and what is recorded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Context = Literal["eager", "torch.func", "torch.export"]
 def present_context() -> Context:
     """Return where this call runs; "torch.func" stands for forward-mode AD too.
 
-    ``torch.compile`` is none of these: it runs a block as one op, and that op runs eagerly.
+    ``torch.compile`` does not count: it runs a block as one op, and that op runs eagerly.
     """
     if is_exporting():
         return "torch.export"
@@ -35,7 +35,7 @@ def present_context() -> Context:
 
 
 def reciprocal(scale: Any) -> Any:
-    """Tree of one over each number, None for None: a gradient is as long as its tensor is short."""
+    """Tree of the reciprocals, None for None. A gradient has the inverse scale of its tensor."""
     return None if scale is None else pytree.tree_map(lambda number: 1 / number, scale)
 
 
@@ -53,16 +53,16 @@ class Plan:
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
         kernel: name of the kernels of all solves, forward and backward.
         sync_every: iterations between looks at whether all samples are done, forward and backward.
-        drop_converged: give the cell the rows of running samples only.
+        drop_converged: give the cell only the rows of running samples.
         graphs: if given, these capture the forward solve and replay it.
         compiled: if given, its code runs the forward solve.
         linearised: if given, its code runs the backward solve of ``Implicit``.
         context: where the forward pass runs.
         trace: record the residual after every evaluation.
-        stop_fn: a rule that ends samples too.
+        stop_fn: a second rule that ends samples.
         keep_inverse: keep the solver's history for ``Solution.transposed_inverse``.
         on_backward: called with the Solution of a backward solve.
-        advances: the value with its gradient is not z* but what the gradient's own calls of the cell make of it.
+        advances: the returned value is not z* but the result of the gradient's own calls of the cell.
     """
 
     # What is solved.
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether parametrised weights are computed once for the solve; graphs and transforms compute their own."""
+        """Whether parametrised weights are computed once per solve; graphs and transforms compute their own."""
         return self.context == "torch.export" or (self.context == "eager" and self.graphs is None)
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
@@ -103,7 +103,7 @@ class Plan:
         return without_broken(self.x, solution, self.groups, self.per_sample)
 
     def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:
-        """Value that the gradient is attached to: z*, or these `outputs` in all rows that did not break down."""
+        """Value that gets the gradient: z*, or `outputs` in all rows that did not break down."""
         if not self.advances:
             return solution.value
         leaves, spec = pytree.tree_flatten(solution.value)

@@ -1,4 +1,4 @@
-"""Which options go together: the only table of the combinations that are refused, with the reasons."""
+"""Combinations of options: the only table of those that are refused, with the reasons."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "torch.compiler.disable(torch.func.grad(f))",
     },
 }
-"""{way of running: {option: why it is refused}}; a block's options are ways too."""
+"""{way of running: {option: why it is refused}}; a block's options are among the ways."""
 
 # Name of an option in the table: the attribute of a block or a plan, neither None nor False if the option is given.
 _ATTRIBUTES = {
@@ -84,7 +84,7 @@ def given(options: Any, adjoint: object) -> list[str]:
 
 
 def kinds(part: object) -> list[str]:
-    """Names of the classes of a solver or an adjoint, by which the table knows it."""
+    """Names of the classes of a solver or an adjoint, as the table names it."""
     return [kind.__name__ for kind in type(part).__mro__]
 
 

@@ -1,4 +1,4 @@
-"""States on the way of one solve, each with the gradient of an adjoint."""
+"""Intermediate states of one solve, each with the gradient of an adjoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .refusals import check_served, kinds
 
 
 class Taps:
-    """Map that keeps copies of the states it is given at the calls `at`, which count from 1."""
+    """Map that keeps copies of its arguments at the calls `at`, counted from 1."""
 
     def __init__(self, f: Callable[[Any, Any], Any], at: Sequence[int]) -> None:
         self.f, self.at = f, frozenset(at)
@@ -37,8 +37,8 @@ class Taps:
 def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
     """States that the forward solve of a plan gives to its cell at the evaluations `at`, and its Solution.
 
-    A sample that is done before is given as its value in the Solution. This always runs the eager loop, for whole
-    batches: graphs and compiled code count no calls.
+    A sample that ends earlier gives its value in the Solution. This always runs the eager loop for whole batches,
+    because graphs and compiled code count no calls.
     """
     if not at:
         return [], in_loop(replace(plan, drop_converged=False) if plan.drop_converged else plan)
@@ -55,7 +55,7 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
 
 
 def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:
-    """States of ``solve_along`` and z* behind them, each with the adjoint's gradient; and the Solution."""
+    """States of ``solve_along``, followed by z*, each with the adjoint's gradient; and the Solution."""
     check_served("trajectory", [plan.context])
     plan = replace(plan, linearised=None)
     states, solution = solve_along(plan, at)
@@ -67,7 +67,7 @@ def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tupl
 
 
 def check_trajectory(adjoint: Adjoint, solver: Solver, at: Sequence[int]) -> list[int]:
-    """The evaluations `at`; TypeError or ValueError where this solver has no such, or this adjoint no trajectory."""
+    """Return the evaluations `at`; raises TypeError or ValueError if this solver or adjoint cannot give them."""
     check_served("trajectory", kinds(solver) + kinds(adjoint))
     if isinstance(at, str) or not isinstance(at, Sequence):
         raise TypeError(f"at must be a list of evaluations, counted from 1, got {at!r}")

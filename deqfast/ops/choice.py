@@ -1,4 +1,4 @@
-"""Which kernels can run here, and the choice among them."""
+"""Availability of the kernels, and the choice among them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
 
 def _why_no_triton() -> str:
-    """Why triton cannot be imported; empty if it can."""
+    """Reason why triton cannot be imported; empty if it can."""
     try:
         import_module("triton")
     except ImportError as error:
@@ -55,11 +55,11 @@ def _availability(kernel: str) -> Availability:
 
 
 def backends() -> dict[str, Availability]:
-    """What can run here: kernel name -> ``Availability(available, reason)``, which is falsy when not available."""
+    """Kernels that can run here: name -> ``Availability(available, reason)``, which is falsy if not available."""
     return {kernel: _availability(kernel) for kernel in ("torch", "cpp", "triton", "cuda")}
 
 
-# Found here and now: a trace cannot run through imports.
+# Made at import, because a trace cannot run through imports.
 _REFERENCES = {name: op.reference for name, op in OPS.items()}
 
 
@@ -76,10 +76,10 @@ class Kernel:
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
 
     def step(self, name: str, tensors: Sequence[Tensor], k: int, last: bool, rule: StopRule, *numbers: float) -> None:
-        """Run the step `name` of a solve, of which all steps have tensors alike.
+        """Run the step `name` of a solve whose steps all have tensors of the same layouts.
 
-        The op checks the arguments of the first step. Triton's later ones are launched without the op, if torch does
-        not need to know of them: it and the checks take longer than the launches.
+        The op checks the arguments of the first step. Later steps of Triton are launched without the op if torch does
+        not need to see them: the op and its checks take longer than the launches.
         """
         if self.name == "triton" and runs_only(*tensors[:2]) and k:
             OPS[name].launch(*tensors, k, last, rule, *numbers)
@@ -92,36 +92,36 @@ class Kernel:
 
     @property
     def has_broyden_step(self) -> bool:
-        """Whether there is a ``broyden_step``; elsewhere Broyden keeps pairs."""
+        """Whether there is a ``broyden_step``; without it, Broyden keeps pairs."""
         return self.name in ("cpp", "torch")
 
     @property
     def channels_last_only(self) -> bool:
-        """Whether the norm_act ops take images in no other memory format."""
+        """Whether the norm_act ops take images in this memory format only."""
         return self.name in ("triton", "cuda")
 
 
 def check_kernel_name(kernel: str) -> str:
-    """Return `kernel`; ValueError unless it is the name of a kernel."""
+    """Return `kernel`; raise ValueError unless it is the name of a kernel."""
     check_choice("kernel", kernel, KERNELS)
     return kernel
 
 
 @functools.cache
 def _warn_of_fallback(reasons: str) -> None:
-    warnings.warn(f"deqfast: kernel='auto' takes the slower torch, for {reasons}", stacklevel=4)
+    warnings.warn(f"deqfast: kernel='auto' falls back to the slower torch: {reasons}", stacklevel=4)
 
 
 def _is_exported(kernel: str) -> bool:
-    """Return whether this is an export that asks for no kernel by name; plain torch then runs without deqfast."""
+    """Return whether this is an export with kernel "auto", which takes plain torch, so that it runs without deqfast."""
     return kernel == "auto" and is_exporting()
 
 
 def choose_kernel(kernel: str, device: torch.device) -> Kernel:
     """Resolve `kernel` for tensors on `device`.
 
-    "auto" takes cuda, then triton, on CUDA tensors and cpp on CPU tensors, else torch, with one warning; in an export
-    torch. A kernel asked for by name that cannot serve raises RuntimeError with the reason.
+    "auto" takes cuda, then triton, on CUDA tensors, and cpp on CPU tensors. If these are not available, it takes torch
+    and warns once. In an export it takes torch. A kernel chosen by name that cannot run raises RuntimeError.
     """
     check_kernel_name(kernel)
     if _is_exported(kernel):
@@ -143,7 +143,7 @@ def choose_kernel(kernel: str, device: torch.device) -> Kernel:
 
 @functools.cache
 def looked_up(name: str, device_type: str) -> str:
-    """Name of the kernel that `name` stands for; once in a process, as it may import triton and ask for CUDA."""
+    """Name of the kernel that `name` stands for; cached, because it may import triton and query CUDA."""
     return choose_kernel(name, torch.device(device_type)).name
 
 

@@ -1,4 +1,4 @@
-"""A clear error in the place of second derivatives that are not there."""
+"""Clear error for second derivatives that do not exist."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class NoDoubleBackward(torch.autograd.Function):
-    """Identity whose derivative is an error, put on gradients that are not differentiable.
+    """Identity whose derivative raises an error, applied to gradients that are not differentiable.
 
-    `sources` are the tensors that the gradient depends on, so that the error lies on every way back to them.
+    `sources` are the tensors that the gradient depends on, so that every path back to them meets the error.
     """
 
     generate_vmap_rule = True
@@ -28,7 +28,7 @@ class NoDoubleBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
             f"deqfast: double backward through {ctx.adjoint} is not supported: its gradient is not differentiable. "
-            "Use Implicit(), with a cell that is the same function in the backward pass, or Unrolled()"
+            "Use Implicit(), with a cell that does not change before the backward pass, or Unrolled()"
         )
 
     jvp = backward

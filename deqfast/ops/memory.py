@@ -1,7 +1,7 @@
-"""The memory of solves' histories: on the CPU kept from one solve to the next, as torch's allocator does on a GPU.
+"""Memory for the histories of solves. On the CPU it is kept between solves, as torch's allocator does on a GPU.
 
-The system zeroes every fresh page before it gives it out, which costs a short solve up to a third of its time. A block
-is handed out again when the tensor that it went out as is gone; those that are left alone for a while are given back.
+The system zeroes every fresh page, which costs a short solve up to a third of its time. A block is used again when its
+last tensor is gone. Blocks that stay unused for a while are given back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from .. import _extension
 from ..torch_internals.dynamo import is_exporting
 
-SMALLEST = 1 << 20  # bytes: smaller blocks come from memory that the process has already
-PATIENCE = 8  # requests that a free block waits to be the one that fits
+SMALLEST = 1 << 20  # bytes; smaller blocks come from memory that the process already has
+PATIENCE = 8  # requests that a free block survives without fitting any
 
 
 @dataclass
 class _Block:
     memory: Tensor  # (bytes,) uint8
-    tenant: weakref.ref[Tensor]  # the tensor that it was last handed out as
+    tenant: weakref.ref[Tensor]  # the last tensor in this block
     idle: int = 0
 
     @property
@@ -33,7 +33,7 @@ class _Block:
 
 
 class _Blocks(threading.local):
-    """Those of one thread."""
+    """Blocks of one thread."""
 
     def __init__(self) -> None:
         self.kept: list[_Block] = []
@@ -52,23 +52,23 @@ _blocks = _Blocks()
 
 
 def release_memory() -> None:
-    """Give back the memory that this thread's CPU solves keep for the next ones."""
+    """Free the memory that this thread's CPU solves keep for later ones."""
     _blocks.kept = [block for block in _blocks.kept if not block.is_free]
 
 
 def empty_products(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory without values, in ordinary pages, for the products of a history's pairs: a short solve touches few.
+    """Uninitialised memory, in ordinary pages, for the products of a history's pairs: a short solve touches few pages.
 
-    In an export it holds zeros, those of pairs that change nothing.
+    In an export it is zeros, which stand for pairs that change nothing.
     """
     return (torch.zeros if is_exporting() else torch.empty)(shape, dtype=dtype, device=device)
 
 
 def empty_history(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory without values for a solve's history; fresh memory of the CPU in large pages where the system has them.
+    """Uninitialised memory for a solve's history; on a CPU fresh memory has large pages, if the system has them.
 
-    On the CPU the tensor owns its memory for as long as it lives itself: a view may not outlive it. In an export it
-    holds zeros, pairs that change nothing.
+    On the CPU the tensor owns its memory only while it lives itself: a view must not outlive it. In an export it is
+    zeros, which stand for pairs that change nothing.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if is_exporting() or device.type != "cpu" or nbytes < SMALLEST:

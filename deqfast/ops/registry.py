@@ -1,8 +1,8 @@
-"""One table of arguments per op, from which its schema, its fake and the checks of its Triton kernel follow.
+"""Tables of arguments, one per op. The op's schema, its fake and the checks of its Triton kernel follow from its table.
 
 The table is a dataclass whose fields are the arguments in their order. A tensor is annotated with ``Shaped``. A
 number is annotated with ``Range`` or ``Divisor`` if not all of its values are allowed. A NamedTuple is a record of
-numbers, each of which is an argument ``float`` of the op.
+numbers; each of them is an argument ``float`` of the op.
 
 The reference, in the module `reference` next to the table, and the launcher of the Triton kernel take one such object.
 The op takes the arguments by position.
@@ -22,27 +22,27 @@ from torch import Tensor
 
 library = torch.library.Library("deqfast", "DEF")
 OPS: dict[str, Op] = {}
-# How the tensors of a call may lie, of which an op remembers this many: a training run has a few.
+# Number of layouts of a call's tensors that an op remembers: a training run has a few.
 MAX_LAYOUTS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Dtype:
-    """The dtype of several arguments of an op; `allowed` gives the choice for each dtype of the op's `anchor`."""
+    """Dtype of several arguments of an op; `allowed` gives the choice for each dtype of the op's `anchor`."""
 
     allowed: Mapping[torch.dtype, tuple[torch.dtype, ...]]
 
 
 def anchored(*dtypes: torch.dtype) -> Dtype:
-    """The dtype of the anchor itself, which is one of `dtypes`."""
+    """Dtype of the anchor itself, which is one of `dtypes`."""
     return Dtype({dtype: (dtype,) for dtype in dtypes})
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """A tensor: its dimensions, as "B, M + 2, M", its dtype, whether the op writes to it, and how it lies in memory.
+    """Annotation of a tensor: its dimensions, as "B, M + 2, M", its dtype, whether the op writes to it, and its layout.
 
-    layout: "contiguous", "channels_last", or "rows", whose elements are adjacent, the rows anywhere.
+    layout: "contiguous", "channels_last", or "rows", with contiguous rows at any distance.
     """
 
     shape: str
@@ -52,7 +52,7 @@ class Shaped:
 
     @cached_property
     def dims(self) -> list[tuple[str, int]]:
-        """Name and summand of every dimension, ("M", 2) for "M + 2"; those that are a number have no name."""
+        """Name and summand of every dimension: ("M", 2) for "M + 2", and no name for a number."""
         parts = [re.fullmatch(r"([A-Za-z]*)(?: \+ )?(\d*)", part) for part in self.shape.split(", ")]
         return [(part[1], int(part[2] or 0)) for part in parts if part]
 
@@ -60,7 +60,7 @@ class Shaped:
         return [known[name] + plus for name, plus in self.dims]
 
     def text(self, known: Mapping[str, int]) -> str:
-        """The shape, with numbers in the place of the names that are known."""
+        """Return the shape, with numbers in place of the known names."""
         named = zip(self.shape.split(", "), self.dims, strict=True)
         return f"({', '.join(str(known[name] + plus) if name in known else part for part, (name, plus) in named)})"
 
@@ -76,7 +76,7 @@ class Range:
         return self.least <= value and (self.most is None or value <= self.most)
 
     def wrong(self, value: int, sizes: Mapping[str, int]) -> str | None:
-        """What `value` must, in words, if it does not."""
+        """Return what `value` must do, in words, or None if it does."""
         return None if value in self else f"be {self}"
 
     def __str__(self) -> str:
@@ -85,19 +85,19 @@ class Range:
 
 @dataclass(frozen=True)
 class Divisor:
-    """Integers that divide the size of the dimension `dim`, which holds `content`."""
+    """Integers that divide the size of the dimension `dim`, whose entries are called `content`."""
 
     dim: str
     content: str
 
     def wrong(self, value: int, sizes: Mapping[str, int]) -> str | None:
-        """What `value` must, in words, if it does not."""
+        """Return what `value` must do, in words, or None if it does."""
         return None if value > 0 and sizes[self.dim] % value == 0 else f"divide the {sizes[self.dim]} {self.content}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that an op returns: shaped as the argument `like`, in its memory format, or by dimensions."""
+    """Tensor that an op returns: with the shape and memory format of the argument `like`, or with given dimensions."""
 
     name: str
     dtype: Dtype | torch.dtype
@@ -116,10 +116,10 @@ def _either(dtypes: tuple[torch.dtype, ...]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An op: `arguments` is its table, `anchor` the tensor on which dtypes and device of the others hang.
+    """Op whose table is `arguments`. The tensor `anchor` determines the dtypes and the device of the others.
 
-    limits: sizes that its dimensions may have; check: what else the Triton kernel asks of the tensors, but for their
-    values, raising ValueError; triton: the module of ``deqfast.kernels`` that launches it, None: it has no Triton
+    limits: allowed sizes of its dimensions. check: raises ValueError if the Triton kernel does not support the tensors,
+    without reading their values. triton: the module of ``deqfast.kernels`` that launches it; None: it has no Triton
     kernel.
     """
 
@@ -139,29 +139,29 @@ class Op:
 
     @cached_property
     def _tensors(self) -> dict[str, Shaped]:
-        """The tensors, the anchor first."""
+        """Tensors among the arguments, the anchor first."""
         shaped = {name: note for name, (kind, note) in self._fields.items() if kind is Tensor}
         return {self.anchor: shaped.pop(self.anchor), **shaped}
 
     @cached_property
     def _limited(self) -> dict[str, Range | Divisor]:
-        """The numbers that may not have every value."""
+        """Numbers whose values are restricted."""
         return {name: note for name, (kind, note) in self._fields.items() if kind is not Tensor and note is not None}
 
     @cached_property
     def _named(self) -> list[str]:
-        """The integers among the arguments that shapes name."""
+        """Names of the integer arguments that occur in shapes."""
         shapes = [*self._tensors.values(), *(Shaped(result.shape, result.dtype) for result in self.results)]
         dims = {dim for shaped in shapes for dim, _ in shaped.dims}
         return [name for name, (kind, _) in self._fields.items() if kind is int and name in dims]
 
     @cached_property
     def _checked(self) -> dict[Any, dict[str, int]]:
-        """Sizes of the dimensions of calls that were right, by how their tensors lie."""
+        """Sizes of the dimensions of valid calls, by the layouts of their tensors."""
         return {}
 
     def _counts(self, a: Any) -> dict[str, int]:
-        """The integers that shapes name."""
+        """Integer arguments that occur in shapes."""
         return {"": 0} | {name: getattr(a, name) for name in self._named}
 
     @cached_property
@@ -172,7 +172,7 @@ class Op:
 
     @property
     def schema(self) -> str:
-        """The arguments and results in the language of torch.library."""
+        """Arguments and results as a schema of torch.library."""
         parts, writes = [], iter("abcdefghijklmnopqrstuvwxyz")
         for name, (kind, note) in self._fields.items():
             if name in self._numbers:
@@ -184,7 +184,7 @@ class Op:
 
     @cached_property
     def _records(self) -> list[tuple[slice, type, list[type]]]:
-        """The records: where their numbers are among the arguments of the op, their type, and those of the numbers."""
+        """Records: the positions of their numbers among the op's arguments, their type, and the numbers' types."""
         found, at = [], 0
         for name, (kind, _) in self._fields.items():
             kinds = [of for _, of in self._numbers.get(name, ())]
@@ -194,15 +194,15 @@ class Op:
         return found
 
     def _bind(self, *values: Any) -> Any:
-        """The table of a call, in which every number of a record is an argument of its own."""
+        """Table of a call; the call gives every number of a record as an argument of its own."""
         bound = list(values)
-        for at, kind, kinds in reversed(self._records):  # the last one first, which moves none of the others
+        for at, kind, kinds in reversed(self._records):  # the last one first, so that the positions of the others stay
             bound[at] = [kind(*(of(number) for of, number in zip(kinds, bound[at], strict=True)))]
         return self.arguments(*bound)
 
     @cached_property
     def reference(self) -> Callable[..., Any]:
-        """The op in plain torch."""
+        """Reference of the op in plain torch."""
         function = getattr(import_module(f"{self.arguments.__module__}.reference"), self.name)
         return lambda *values: function(self._bind(*values))
 
@@ -211,14 +211,14 @@ class Op:
         return getattr(import_module(f"deqfast.kernels.{self.triton}"), self.name)
 
     def run_triton(self, *values: Any) -> Any:
-        """The op by its Triton kernel; ValueError for arguments that it does not take."""
+        """Run the Triton kernel of the op; raise ValueError for arguments that it does not support."""
         a = self._bind(*values)
         results = self._allocate(a, self._sizes(f"{self.name}_triton", a))
         self._launch(a, *results)
         return self._returned(results)
 
     def launch(self, *values: Any) -> None:
-        """The Triton kernel of an op without results, on the fields of its table, which are known to be right."""
+        """Launch the Triton kernel of an op without results, for fields of its table that are known to be valid."""
         self._launch(self.arguments(*values))
 
     def fake(self, *values: Any) -> Any:
@@ -255,9 +255,9 @@ class Op:
         return allocated
 
     def _sizes(self, op: str, a: Any) -> dict[str, int]:
-        """Sizes of the dimensions. The arguments are checked for the Triton kernel, as C++ does for the others.
+        """Sizes of the dimensions. Checks the arguments for the Triton kernel, as C++ does for the other kernels.
 
-        Tensors are checked once for all calls in which they lie alike: a check takes longer than a kernel.
+        Tensors are checked once per set of layouts, because a check takes longer than a kernel.
         """
         tensors = [getattr(a, name) for name in self._tensors]
         layout = (*self._counts(a).values(), *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
@@ -329,7 +329,7 @@ class Op:
     def _wrong_memory(self, tensor: Tensor, layout: str, anchor: Tensor) -> str | None:
         if tensor.device != anchor.device:
             return f"be on the device of `{self.anchor}` ({anchor.device}), got {tensor.device}"
-        if not tensor.numel():  # torch does not copy what is empty into another layout
+        if not tensor.numel():  # torch does not copy an empty tensor into another layout
             return None
         if layout == "channels_last":
             right, wanted = (
@@ -345,10 +345,10 @@ class Op:
 
 
 def register(op: Op) -> None:
-    """Define the op and, where it has a Triton kernel, `name`_triton with the same schema and fake.
+    """Define the op and, if it has a Triton kernel, `name`_triton with the same schema and fake.
 
-    The kernels of the first come with the extensions. Triton shares the CUDA dispatch key with the CUDA kernels, hence
-    an op of its own, which runs on CUDA tensors and, interpreted, on CPU tensors.
+    The extensions register the kernels of the first op. Triton shares the CUDA dispatch key with the CUDA kernels. Its
+    op is therefore separate, and runs on CUDA tensors and, interpreted, on CPU tensors.
     """
     OPS[op.name] = op
     for name in (op.name, f"{op.name}_triton") if op.triton else (op.name,):

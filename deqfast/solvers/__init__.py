@@ -1,4 +1,4 @@
-"""Solvers: Picard, Anderson, Broyden, and Auto, which runs several in turn."""
+"""Solvers: Picard, Anderson, Broyden, and Auto, which runs several one after the other."""
 
 from __future__ import annotations
 

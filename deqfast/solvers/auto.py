@@ -1,4 +1,4 @@
-"""Several solvers in turn."""
+"""Auto: several solvers, one after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import Solver, State
 from .broyden import Broyden
 
 GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
-OF_THE_SOLVE = [FIRST, START, LEAST]  # progress that a stage must not begin again
+OF_THE_SOLVE = [FIRST, START, LEAST]  # progress of the whole solve, which a new stage must not reset
 
 
 @dataclass
@@ -25,12 +25,12 @@ class Cohort:
     """Samples that began the same stage at the same evaluation.
 
     Attributes:
-        stage: of the solver's, from 0.
-        start: evaluations before.
-        state: of the stage's solver; of the solve's tensors it shares z, best, residual and progress.
+        stage: index of the stage, from 0.
+        start: evaluations before this stage.
+        state: state of the stage's solver; it shares z, best, residual and progress with the whole solve.
         members: mask (B,).
         begun: rows OF_THE_SOLVE of the progress before, (3, B).
-        used: evaluations of each sample before, (B,) int32.
+        used: evaluations of each sample before this stage, (B,) int32.
     """
 
     stage: int
@@ -46,9 +46,9 @@ class AutoState(State):
     """State of a solve by stages.
 
     Attributes:
-        only: state of the first stage as long as all samples are in it, else None.
-        cohorts: the samples by stage, if they are not all in the first one.
-        seen: absolute residuals (B,) at the last look.
+        only: state of the first stage while all samples are in it, else None.
+        cohorts: the samples by stage, once some have left the first one.
+        seen: absolute residuals (B,) at the last check of progress.
     """
 
     only: State | None = field(kw_only=True)
@@ -66,18 +66,18 @@ class AutoState(State):
 
 @dataclass(frozen=True)
 class Auto(Solver):
-    """Solvers in turn, for maps of which little is known: each begins with the samples that the one before has left.
+    """Three solvers, one after the other, for unknown maps: each continues with the samples that are not yet solved.
 
     1. ``Broyden()``;
     2. ``Anderson(relaxation=0.1)``;
     3. ``Broyden(relaxation=0.1, history_size=20)``, until the evaluations run out.
 
-    All share one budget of `max_iter` evaluations. After every 30 evaluations a sample goes on to the next stage, from
-    its best iterate, if f has returned a value that is not finite, or if no residual has been 5 % less in 30
-    evaluations, relative or absolute. Until then it waits, so that its answer does not depend on the others. A sample
-    that converges in the first stage is solved as by ``Broyden``, bit for bit. Stages depend on values, so exports,
-    CUDA graphs and compiled solves refuse this solver. Source of the idea: the polyalgorithms of NonlinearSolve.jl
-    (arXiv 2403.16341).
+    All share one budget of `max_iter` evaluations. After every 30 evaluations, samples without progress move to the
+    next stage and start from their best iterate. A sample makes no progress if f has returned a value that is not
+    finite, or if neither its relative nor its absolute residual has fallen by 5 %. A sample never moves earlier, so its
+    answer does not depend on the others. A sample that converges in the first stage is solved as by ``Broyden``, bit
+    for bit. Stages depend on values, so exports, CUDA graphs and compiled solves refuse this solver. Source of the
+    idea: the polyalgorithms of NonlinearSolve.jl (arXiv 2403.16341).
 
     Args:
         rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
@@ -89,7 +89,7 @@ class Auto(Solver):
         TypeError, ValueError: an argument is not as above.
 
     Examples:
-        Broyden's method takes steps into places where f is not finite:
+        Broyden's method takes steps to points at which f is not finite. ``Auto`` recovers:
 
         >>> f = lambda z: torch.where(z.abs() > 3, torch.nan, -2 * z**3 + z - 1)
         >>> deqfast.solve(f, torch.tensor([[-2.0], [0.5], [2.0]]), deqfast.Broyden(rtol=1e-4, max_iter=200))
@@ -100,7 +100,7 @@ class Auto(Solver):
 
     max_iter: int = 200
 
-    PATIENCE: ClassVar[int] = 30  # with 10 and 20, maps that Broyden's method solves slowly are taken from it
+    PATIENCE: ClassVar[int] = 30  # with 10 and 20, maps that Broyden's method solves slowly leave its stage too early
     SHORT_STEP: ClassVar[float] = 0.1
     HISTORY: ClassVar[int] = 20
 
@@ -110,7 +110,7 @@ class Auto(Solver):
 
     @cached_property
     def stages(self) -> list[Solver]:
-        """The solvers, in turn."""
+        """Solvers of the stages, in their order."""
         common: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(Solver)}
         short = common | {"relaxation": self.SHORT_STEP}
         return [Broyden(**common), Anderson(**short), Broyden(**short, history_size=self.HISTORY)]
@@ -130,7 +130,7 @@ class Auto(Solver):
         running = state.running
         for cohort in state.cohorts:
             own, stage, local = cohort.members & running, cohort.state, k - cohort.start
-            # The first iterate has been judged before, by the start of the solve, of which the stage knows nothing yet.
+            # The solve has judged this iterate before; the stage's own state does not know that yet.
             stage.rule = rule if local else rule._replace(tol=-1.0)
             stage.status = torch.where(own, RUNNING, NONFINITE).to(torch.int8)
             self.stages[cohort.stage].advance(stage, fz, local, last)
@@ -143,13 +143,13 @@ class Auto(Solver):
 
     def resume(self, state: State, k: int, max_iter: int) -> int:
         assert isinstance(state, AutoState)
-        at = -(-k // self.PATIENCE) * self.PATIENCE  # samples wait for it
+        at = -(-k // self.PATIENCE) * self.PATIENCE  # the next multiple of PATIENCE, at which samples change stage
         if at < max_iter:
             self._regroup(state, at)
         return at if at < max_iter and bool(state.running.any()) else max_iter
 
     def _regroup(self, state: AutoState, k: int) -> None:
-        """Let the samples that their stages have left begin the next one at evaluation k."""
+        """Move the samples without progress to their next stage, at evaluation k."""
         cohorts = state.cohorts if state.only is None else [self._first_cohort(state, state.only)]
         last = len(self.stages) - 1
         broken = (state.status == NONFINITE) & torch.isfinite(state.residual[1])

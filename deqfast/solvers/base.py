@@ -1,4 +1,4 @@
-"""Solvers are frozen hyper-parameters; their state is made by ``init`` and advanced in place by ``advance``."""
+"""Solvers: frozen hyper-parameters, whose state ``init`` makes and ``advance`` updates in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..kernels.constants import RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS, StopRule
 
-# More than this many times rtol, atol / rtol would leave the range in which a float32 holds residuals.
+# With atol / rtol above this, float32 could not represent the residuals.
 MAX_ATOL = 1e20
 
 
@@ -32,7 +32,7 @@ class State:
     progress: Tensor
     active: Tensor
     rule: StopRule | None = None  # known once f has returned its first value
-    trace: Tensor | None = None  # (max_iter, 2, B): `residual` after every evaluation, where asked for
+    trace: Tensor | None = None  # (max_iter, 2, B): `residual` after every evaluation, if recorded
 
     @classmethod
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
@@ -73,12 +73,12 @@ class State:
         self.active.fill_(z.shape[0])
 
     def copy_of_results(self) -> State:
-        """State with its results in memory of their own, for a caller who will keep them."""
+        """State with its results in memory of their own, for a caller that keeps them."""
         results = ("best", "status", "iterations", "residual")
         return replace(self, **{name: getattr(self, name).clone() for name in results})
 
     def monitor(self) -> tuple[Tensor, ...]:
-        """Tensors that every step op judges its samples by, in the order of its arguments."""
+        """Tensors by which every step op judges its samples, in the order of its arguments."""
         return self.best, self.status, self.iterations, self.residual, self.progress, self.active
 
 
@@ -113,15 +113,15 @@ class Solver(ChecksKeywords):
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, Real) and not isinstance(value, (int, float)):  # numpy's, which no op takes
+            if isinstance(value, Real) and not isinstance(value, (int, float)):  # numpy's numbers, which no op takes
                 object.__setattr__(self, each.name, int(value) if isinstance(value, Integral) else float(value))
         check_number("rtol", self.rtol, 0.0)
         if self.rtol >= 1:
-            raise ValueError(f"rtol must be less than 1, or z = 0 has converged, got {self.rtol!r}")
+            raise ValueError(f"rtol must be less than 1, or z = 0 would have converged, got {self.rtol!r}")
         check_count("max_iter", self.max_iter)
         check_number("atol", self.atol, 0.0, math.inf if self.is_absolute else MAX_ATOL * self.rtol)
         if not self.tol:
-            raise ValueError("rtol and atol must not both be 0, or only an exact fixed point has converged")
+            raise ValueError("rtol and atol must not both be 0, or only an exact fixed point would converge")
         check_choice("norm", self.norm, ("euclidean", "max"))
 
     @property
@@ -140,7 +140,7 @@ class Solver(ChecksKeywords):
         return 0.0 if self.is_absolute else self.atol / self.rtol
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
-        """State of a solve from `z` (B, D), which it owns from now on; keep_inverse: see ``deqfast.solve``."""
+        """State of a solve from `z` (B, D), which the state owns from now on; keep_inverse: see ``deqfast.solve``."""
         raise NotImplementedError
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
@@ -159,7 +159,7 @@ class Solver(ChecksKeywords):
         return max_iter
 
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-        """The step op of a solver that has one, its tensors behind the monitor's, its numbers behind the rule's."""
+        """Name of the step op, its tensors after the monitor's, and its numbers after the rule's."""
         raise NotImplementedError
 
     def rule(self, stall_floor: float = 0.0) -> StopRule:

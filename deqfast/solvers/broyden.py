@@ -16,7 +16,7 @@ from .multisecant import Multisecant, SecantState
 
 @dataclass
 class StepsState(SecantState):
-    """State of a solve that keeps all its steps, and nothing else of its past; see ``broyden_step``."""
+    """State of a solve whose history is only its steps; see ``broyden_step``."""
 
     steps: Tensor = field(kw_only=True)
     gram: Tensor = field(kw_only=True)

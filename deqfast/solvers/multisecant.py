@@ -31,7 +31,7 @@ class SecantState(State):
         """Check f's value number `k`, before the step."""
 
     def keep(self, fz: Tensor, k: int) -> None:
-        """Keep of f's value number `k` what the next step needs."""
+        """Keep what the next step needs of f's value number `k`."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class MultisecantState(SecantState):
 
 
 class Multisecant(Solver):
-    """Base of Broyden and Anderson, which hold the fields."""
+    """Base of Broyden and Anderson, which define the fields."""
 
     history_size: int | None
     history_dtype: torch.dtype | None
@@ -116,7 +116,7 @@ class Multisecant(Solver):
         occupies the slot of the oldest pair.
         """
         assert isinstance(state, MultisecantState)
-        pairs = state.iterations - 2  # of values of f that a step has followed
+        pairs = state.iterations - 2  # of values of f that a step followed
         newest, count = pairs - 1, pairs.clamp(0, state.left.shape[1] - 1)
         method, _, beta, ridge = self.method()
         product = state.kernel.op("multisecant_transposed")

@@ -1,1 +1,1 @@
-"""The state of a solve: its rows, samples, norms and rounding."""
+"""State of a solve: its rows, samples, norms and rounding."""

@@ -1,4 +1,4 @@
-"""The precision that f runs in, of which the dtype of its value tells only a part."""
+"""Rounding floors of f, whose precision the dtype of its value shows only in part."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from ..kernels.constants import ROUNDINGS_OF_STALL_FLOOR
 from ..torch_internals.dynamo import constant_in_traces
 
-# In units of the rounding of f's value, and in units of that of the factors of its products, which averages out: the
-# best residuals of residual blocks and of dense cells with rounded factors lie at 0.01 to 0.3 of the latter.
+# Units of two kinds: the rounding of f's value, and the rounding of the factors of its products, which averages out.
+# The best residuals of residual blocks and dense cells with rounded factors are 0.01 to 0.3 of the latter.
 _UNITS_OF_VALUES, _UNITS_OF_FACTORS = ROUNDINGS_OF_STALL_FLOOR, 0.25
-# Held, since torch.backends takes microseconds to find them.
+# Kept, because torch.backends takes microseconds to find them.
 _backends: Any = torch.backends
 _CUDA = _backends.cuda.matmul, _backends.cudnn.conv
 _MKLDNN = _backends.mkldnn.matmul, _backends.mkldnn.conv
@@ -44,8 +44,14 @@ def _has_tf32(index: int | None) -> bool:
 def residual_floor(
     values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
 ) -> float:
-    """Relative residual that rounding alone may leave an f by the dtypes of its values and of the states it is given,
-    the autocast state and, where a value is float32, `products_eps`, what ``float32_products_eps`` says."""
+    """Return the relative residual that rounding by itself may leave.
+
+    Args:
+        values: dtypes of f's values.
+        states: dtypes of the states that f is given.
+        device: device whose autocast state counts.
+        products_eps: result of ``float32_products_eps``, for float32 values.
+    """
     values = set(values)
     units = [torch.finfo(dtype).eps for dtype in values.union(states)]
     if torch.is_autocast_enabled(device.type):
@@ -57,6 +63,6 @@ def residual_floor(
 def stall_floor(
     values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
 ) -> float:
-    """``residual_floor`` of an f that runs in less than float32, under which no gain is a stall; else 0."""
+    """``residual_floor`` if f runs in less than float32, below which a residual without gain is a stall; else 0."""
     floor = residual_floor(values, states, device, products_eps)
     return floor if floor > _UNITS_OF_VALUES * torch.finfo(torch.float32).eps else 0.0

@@ -11,18 +11,18 @@ _DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
 
 
 class Groups:
-    """Map between the rows of a batch and its samples, to be made once where many calls have the same.
+    """Map between the rows of a batch and its samples, to be made once and used in many calls.
 
-    A tensor in its place makes them anew at each call, which waits for the device three times. The solvers get one row
-    per sample, as long as the longest one; the others end in zeros, which stay zero.
+    If a call is given a tensor instead, it makes the map again and waits for the device three times. The solvers get
+    one row per sample, as long as the longest sample; shorter ones are padded with zeros, which stay zero.
 
     Args:
         groups: (N,) integers, the sample that each row belongs to, from 0; or "batch" for one sample of all rows.
         rows: N; None: the length of `groups`.
-        device: that of the batch; None: that of `groups`, or the CPU.
+        device: device of the batch; None: the device of `groups`, or the CPU.
 
     Raises:
-        TypeError, ValueError: `groups` is not as above; at a call, z0 has another number of rows or device.
+        TypeError, ValueError: `groups` is not as above; in a call, z0 has another number of rows or device.
 
     Examples:
         >>> groups = deqfast.Groups(torch.tensor([0, 0, 1]))
@@ -36,28 +36,26 @@ class Groups:
     def __init__(self, groups: Tensor | str, rows: int | None = None, device: torch.device | str | None = None) -> None:
         if rows is None:
             if not isinstance(groups, Tensor) or groups.dim() != 1:
-                raise ValueError(f"rows must be given where groups is no tensor (N,), got {groups!r}")
+                raise ValueError(f"rows must be given unless groups is a tensor (N,), got {groups!r}")
             rows = len(groups)
         of_groups = groups.device if isinstance(groups, Tensor) else "cpu"
-        device = torch.empty(0, device=device or of_groups).device  # "cuda" names none, "cuda:0" does
+        device = torch.empty(0, device=device or of_groups).device  # "cuda" has no index, "cuda:0" does
         self.index = _checked(groups, rows, device)
         self.rows, self.count = rows, 0
-        if isinstance(groups, str):  # one sample, known without a look at the device
+        if isinstance(groups, str):  # one sample, known without reading from the device
             self.count, self.size, self.slots, self.is_whole = min(rows, 1), max(rows, 1), self.index, True
             return
         if rows:
             low, high = torch.stack(self.index.aminmax()).tolist()
             if low < 0 or high >= rows:
                 wrong = low if low < 0 else high
-                raise ValueError(
-                    f"groups must hold numbers of samples, from 0 and below its length {rows}, got {wrong}"
-                )
+                raise ValueError(f"groups must hold sample numbers from 0 to below its length {rows}, got {wrong}")
             self.count = high + 1
         sizes = self.index.bincount(minlength=self.count)
         self.size = int(sizes.max()) if self.count else 1
         order = self.index.argsort(stable=True)
         within = torch.arange(rows, device=device) - (sizes.cumsum(0) - sizes)[self.index[order]]
-        # Where row i lies among the rows of all samples, each lengthened to `size`.
+        # Position of row i among the rows of all samples, each padded to `size` rows.
         self.slots = torch.empty_like(order).index_copy_(0, order, self.index[order] * self.size + within)
         self.is_whole = self.count * self.size == rows and bool((order == torch.arange(rows, device=device)).all())
 
@@ -69,7 +67,7 @@ class Groups:
             )
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Samples (B, size * D) of rows (N, D); a view where all are equally long and in order."""
+        """Samples (B, size * D) of rows (N, D); a view if all are equally long and in order."""
         if not self.is_whole:
             rows = rows.new_zeros(self.count * self.size, rows.shape[1]).index_copy_(0, self.slots, rows)
         return rows.reshape(self.count, self.size * rows.shape[1])
@@ -80,7 +78,7 @@ class Groups:
         return rows if self.is_whole else rows.index_select(0, self.slots)
 
     def repeated(self, times: int) -> Groups:
-        """Samples of a batch that holds the rows of this one so many times, each time as samples of their own."""
+        """Groups of a batch that repeats the rows of this one; each repetition has samples of its own."""
         shifts = self.count * torch.arange(times, device=self.index.device)
         return Groups((self.index + shifts[:, None]).flatten(), times * self.rows, self.index.device)
 
@@ -89,7 +87,7 @@ class Groups:
         return self.gather(values[:, None]).sum(dim=1)
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """What each row's sample has, (N,), of values of the samples (B,)."""
+        """Values (N,) of each row's sample, from values of the samples (B,)."""
         return values.index_select(0, self.index)
 
 

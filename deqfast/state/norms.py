@@ -15,9 +15,9 @@ from .rows import rows_of
 def sample_norms(
     leaves: Sequence[Tensor], groups: Groups | None, maximum: bool = False, factors: list[float] | None = None
 ) -> Tensor:
-    """Norms of the samples, (B,) float64, which no square of a float32 leaves; `maximum`: largest magnitudes.
+    """Norms of the samples, (B,) float64, so that no square of a float32 overflows or underflows.
 
-    `factors`: numbers that the leaves are divided by, see ``factors_of``.
+    `maximum`: norms are the largest magnitudes. `factors`: divisors of the leaves, see ``factors_of``.
     """
     if maximum:
         norms = [_largest(rows_of(leaf)) for leaf in leaves]

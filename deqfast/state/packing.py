@@ -18,27 +18,27 @@ from ..torch_internals.transforms import check_values
 from .floors import float32_products_eps, stall_floor
 from .groups import Groups
 
-LARGEST_SCALE = 2.0**60  # beyond, float32 does not hold squares of what is divided by it
+LARGEST_SCALE = 2.0**60  # beyond, squares of numbers divided by it are not representable in float32
 
 
 @dataclass
 class _Leaf:
     """Shape, dtype and memory order of one tensor of the state; its samples are flattened in memory order.
 
-    A complex number is two real ones: the map of the real and imaginary parts is what is solved and differentiated.
+    A complex number counts as two real ones: the solve and the gradient use its real and imaginary parts.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     order: list[int]  # dimensions after the batch from the slowest to the fastest in memory
     inverse: list[int]
-    in_order: bool  # nothing to permute: this is asked in every iteration
+    in_order: bool  # nothing to permute: this is tested in every iteration
     width: int
-    is_rows: bool  # (B, width) real numbers: its rows are itself
+    is_rows: bool  # (B, width) real numbers: the rows are the tensor itself
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Leaf:
-        if is_tracing():  # whose sizes may be symbols
+        if is_tracing():  # the sizes may be symbols
             return cls._laid_out(tensor.shape, tensor.stride(), tensor.dtype)
         return _known_leaf(tensor.shape, tensor.stride(), tensor.dtype)
 
@@ -65,8 +65,8 @@ class _Leaf:
         return tensor.reshape(self.shape[0], self.width)
 
     def cut(self, rows: Tensor) -> Tensor:
-        """Contiguous rows of this leaf, of those of a whole state."""
-        # A single row is contiguous as it is, and may begin where no complex number can.
+        """Contiguous rows of this leaf, given its columns of a whole state."""
+        # A single row is contiguous already, and may begin at an address that complex numbers do not allow.
         return rows.clone(memory_format=torch.contiguous_format) if self.dtype.is_complex else rows.contiguous()
 
     def restore(self, rows: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _known_leaf(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype)
 
 
 def is_of_state(tensor: Tensor) -> bool:
-    """Return whether a state can hold such numbers."""
+    """Return whether a state can consist of such numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -98,7 +98,7 @@ def rows_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def check_scale(scale: Any) -> Any:
-    """The tree `scale`; TypeError or ValueError where it holds something else than numbers of the range allowed."""
+    """Return the tree `scale`; raise TypeError or ValueError unless its leaves are numbers of the allowed range."""
     for number in [] if scale is None else pytree.tree_leaves(scale):
         check_number("scale", number, 1 / LARGEST_SCALE, LARGEST_SCALE)
     return scale
@@ -156,12 +156,12 @@ class Packing:
         self._note_rows()
 
     def signature(self) -> tuple[Any, ...]:
-        """Key of what two packings must share to serve each other's tensors."""
+        """Key that two packings share if each can pack the other's tensors."""
         leaves = tuple((leaf.shape, leaf.dtype, tuple(leaf.order)) for leaf in self.leaves)
         return str(self.spec), leaves, self.device, *(self.factors or ())
 
     def signature_of_sample(self) -> tuple[Any, ...]:
-        """Key of what two packings share, whatever their batches."""
+        """Key that two packings share if they differ only in the batch."""
         leaves = tuple((leaf.shape[1:], leaf.dtype, *leaf.order) for leaf in self.leaves)
         return "" if self.is_tensor else str(self.spec), leaves, self.device, *(self.factors or ())
 
@@ -175,7 +175,7 @@ class Packing:
         return packing
 
     def _note_rows(self) -> None:
-        """Note whether the state is its own rows, as most are: this is asked twice in every iteration."""
+        """Note whether the state equals its rows, as most do: this is tested twice in every iteration."""
         first, converts = self.leaves[0], self.factors is not None or self.groups is not None
         self.is_rows = self.is_tensor and not converts and first.is_rows and first.dtype == self.dtype
 
@@ -200,7 +200,7 @@ class Packing:
         return rows[0].clone(memory_format=torch.contiguous_format) if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def fill(self, whole: Any, part: Any, rows: Tensor) -> Any:
-        """A structure like `whole` in the dtypes of `part`, f's output for these rows, with it in their place."""
+        """Structure like `whole` in the dtypes of `part`, with these rows replaced by `part`, f's output for them."""
         found = []
         for to, leaf in zip(self.spec.flatten_up_to(whole), self.check_value(part), strict=True):
             found.append(to.to(leaf.dtype, copy=True).index_copy_(0, rows, leaf))
@@ -224,8 +224,8 @@ class Packing:
                 what = "a tensor of shape" if len(expected) == 1 else "tensors of the shapes"
                 raise ValueError(f"f must return {what} {wanted}, got {'None' if value is None else found}")
             raise ValueError(
-                f"f must return the shape of its argument, {wanted}, got {found}; where no z0, init or initial_state "
-                "gives its state, a block's cell starts at zeros like x"
+                f"f must return the shape of its argument, {wanted}, got {found}; without z0, init and initial_state, "
+                "a block's state starts at zeros like x"
             )
         for leaf, of_state in zip(leaves, self.leaves, strict=True):
             if not _fits(leaf, of_state):
@@ -234,7 +234,7 @@ class Packing:
         return leaves
 
     def pack_value(self, value: Any, z: Tensor) -> Tensor:
-        """Rows of f's output: a view of it where its dtype and memory order allow, never of the iterate `z`."""
+        """Rows of f's output: a view of it if its dtype and memory order allow this, never of the iterate `z`."""
         if self.is_rows and self._are_rows(value):
             return value.clone() if _shares_memory(value, z) else value
         leaves = self.check_value(value)
@@ -269,23 +269,23 @@ class Packing:
         return pytree.tree_unflatten(tensors, self.spec)
 
     def stall_floor(self, value: Any) -> float:
-        """Residual under which no gain is a stall, for the f that gave `value`; see ``precision.stall_floor``."""
+        """Residual below which no gain is a stall, for the f that returned `value`; see ``floors.stall_floor``."""
         values, states = ([leaf.dtype for leaf in leaves] for leaves in (pytree.tree_leaves(value), self.leaves))
         return stall_floor(values, states, self.device, self.products_eps)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in this dtype; ``Tensor.to`` takes a microsecond to find that it is."""
+    """The tensor in this dtype; ``Tensor.to`` takes a microsecond even if it already is."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _fits(value: Tensor, leaf: _Leaf) -> bool:
-    """Return whether the value is complex as the state is, and real as it is."""
+    """Return whether the value and the state are both complex or both real."""
     return value.is_complex() if leaf.dtype.is_complex else value.is_floating_point()
 
 
 def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
-    """f(z, *more); ValueError if f has written to z, which is the solver's memory."""
+    """Return f(z, *more); raise ValueError if f has written to z, which is the solver's memory."""
     before = versions(z)
     value = f(z, *more)
     if versions(z) != before:
@@ -297,14 +297,14 @@ def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
 
 
 def versions(tree: Any) -> int | list[int]:
-    """Numbers that change where something writes to the tensors of a structure."""
+    """Version numbers, which change if something writes to the tensors of a structure."""
     return _version(tree) if isinstance(tree, Tensor) else [_version(leaf) for leaf in pytree.tree_leaves(tree)]
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether the tensors may lie in one memory; that of a graph is not known."""
+    """Return whether the tensors may share memory; in a graph the memory is unknown."""
     return is_tracing() or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # of a copy made in inference mode there is no count
+    return 0 if tensor.is_inference() else tensor._version  # a copy made in inference mode has no count

@@ -1,4 +1,4 @@
-"""The rows of samples: which tensors of x have them, which take the place of others."""
+"""Rows of samples: which tensors of x have them, and healthy rows in place of broken ones."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def rows_of(leaf: Tensor) -> Tensor:
 
 
 def known_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of the tensor are finite, as far as a look at their sum tells.
+    """Return whether all numbers of the tensor are known to be finite, from their sum.
 
-    A finite sum has finite terms only; one that is not may have overflown. Only a CPU is looked at.
+    A finite sum has finite terms only; a sum that is not finite may have overflowed. Only tensors on a CPU are read.
     """
     return tensor.device.type == "cpu" and bool(torch.isfinite(values(tensor).sum()))
 
@@ -35,8 +35,9 @@ def known_finite(tensor: Tensor) -> bool:
 def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
     """Whether each leaf of x has one row per row of z; None: it may have.
 
-    As `declared`, a tree like x of truth values; else every dense tensor of `rows` rows that is no parameter. A
-    (rows, rows) matrix in an x of several leaves may have them: it may as well be a weight or an adjacency.
+    If `declared`, a tree like x of truth values, is given, it decides. Else every dense tensor with `rows` rows counts,
+    unless it is a parameter. A (rows, rows) matrix in an x of several leaves may have them: it may also be a weight or
+    an adjacency matrix.
 
     Raises:
         ValueError: `declared` has not the structure of x, or declares a tensor of another number of rows.
@@ -63,7 +64,7 @@ def _looks_per_sample(leaf: Any, rows: int, alone: bool) -> bool | None:
 
 
 def take_rows(x: Any, marks: list[bool | None], rows: Tensor) -> Any:
-    """x with these rows (b,) alone of the tensors marked."""
+    """x with only these rows (b,) of the marked tensors."""
     leaves, spec = pytree.tree_flatten(x)
     taken = [leaf.index_select(0, rows) if mark else leaf for leaf, mark in zip(leaves, marks, strict=True)]
     return pytree.tree_unflatten(taken, spec)
@@ -72,7 +73,7 @@ def take_rows(x: Any, marks: list[bool | None], rows: Tensor) -> Any:
 def without_broken(
     x: Any, solution: Solution, groups: Groups | None = None, declared: Any = None
 ) -> tuple[Any, Any, Tensor | None]:
-    """(z*, x, broken) with stand-ins in the rows of samples whose solve met a value that is not finite.
+    """(z*, x, broken), with a healthy row in place of each sample whose solve met a value that is not finite.
 
     broken: (N,) mask of these rows; None if the host knows that there are none.
     """
@@ -88,7 +89,7 @@ def without_broken(
 
 
 def with_stand_ins(z: Any, x: Any, broken: Tensor, declared: Any = None) -> tuple[Any, Any]:
-    """(z, x) with a healthy row in the place of those `broken` (N,); zeros if there is none."""
+    """(z, x) with a healthy row in place of each `broken` one (N,); zeros if no row is healthy."""
     marks = mark_samples(x, len(broken), declared)
     healthy = ~broken
     donor = healthy.to(torch.int8).argmax(keepdim=True)
@@ -97,7 +98,7 @@ def with_stand_ins(z: Any, x: Any, broken: Tensor, declared: Any = None) -> tupl
         if mark is False:
             return leaf
         row = leaf.index_select(0, donor)
-        # Of what may be a weight only rows that break their own samples alone: a weight's would break all.
+        # If a leaf may be a weight, replace only rows of broken samples that are not finite: a weight breaks them all.
         gone = broken if mark else broken & ~torch.isfinite(leaf).all(dim=1)
         return torch.where(per_row(gone, leaf), torch.where(healthy.any(), row, torch.zeros_like(row)), leaf)
 

@@ -1,1 +1,1 @@
-"""What deqfast relies on inside of torch: each assumption is stated here once, and tested for each version."""
+"""Internals of torch that deqfast relies on. Each assumption is stated here once, and tested for each version."""

@@ -1,6 +1,6 @@
-"""Graphs of torch.autograd: products with a recorded evaluation, the leaves behind it, and hooks.
+"""Graphs of torch.autograd: products with a recorded evaluation, the leaves on which it depends, and hooks.
 
-`tests/test_torch_internals.py` tests what is assumed of torch here, assumption by assumption.
+`tests/test_torch_internals.py` tests each assumption about torch in this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gradients = list[Tensor | None]
 
 
 _states = WeakTensorKeyDictionary()
-"""Leaves that stand for the state of an evaluation: nobody's, where one block is in another's cell."""
+"""Leaves that replace the state of an evaluation, so that no gradient leaves a block inside of another's cell."""
 
 
 def in_order_of(z: Any, value: Any) -> list[Tensor]:
@@ -50,7 +50,7 @@ class Valve:
 
 
 def _check_sized(tensor: Tensor) -> Tensor:
-    """The tensor; TypeError if it is nested and strided, which torch's custom functions do not take."""
+    """Return the tensor; raise TypeError if it is nested and strided, which torch's custom functions do not take."""
     if tensor.is_nested and tensor.layout == torch.strided:
         raise TypeError(
             "x must hold no strided nested tensor that requires a gradient: make it with layout=torch.jagged, or use "
@@ -63,7 +63,7 @@ class _Valve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, valve: Valve, tensor: Tensor) -> Tensor:
         ctx.valve = valve
-        ctx.set_materialize_grads(False)  # zeros for what a closed valve behind has stopped would begin a solve
+        ctx.set_materialize_grads(False)  # a closed valve passes None; zeros in its place would begin a solve
         return tensor.detach()
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Valve(torch.autograd.Function):
 
 
 def present_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
-    """Context with the autocast state of now, for a backward pass."""
+    """Context with the present autocast state, for a backward pass."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return partial(torch.autocast, device, enabled=enabled, dtype=dtype)
 
@@ -80,7 +80,7 @@ def present_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
 def vjp(
     outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], retain_graph: bool = True, **options: Any
 ) -> Gradients:
-    """Vector-Jacobian product, None for an input that is not used. Hooks of an input wait for its whole gradient."""
+    """Vector-Jacobian product, None for an unused input. Hooks of inputs are not called: this is only a part."""
     attached = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     if not attached:
         return [None] * len(inputs)
@@ -89,7 +89,7 @@ def vjp(
     with _no_hooks(hooks) if hooks else nullcontext():
         if options or any(y.shape != g.shape for y, g in zip(values, given, strict=True)):
             found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
-        else:  # past checks that take as long as the product with a small cell
+        else:  # skips checks that take as long as the product with a small cell
             found = _engine_run_backward(
                 tuple(values), tuple(given), retain_graph, False, tuple(inputs), True, accumulate_grad=False
             )
@@ -97,7 +97,7 @@ def vjp(
 
 
 def product(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], **options: Any) -> Gradients:
-    """``vjp`` in a graph recorded ``for_products``: one of several, of which hooks of modules see none."""
+    """``vjp`` in a graph recorded ``for_products``: one of several products, which hooks of modules do not see."""
     with _finds("multiplies"):
         return vjp(outputs, inputs, grads, **options)
 
@@ -106,8 +106,9 @@ def product(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], **
 def for_products(cell: Any) -> Iterator[None]:
     """Context that records a graph for several products, and then a gradient.
 
-    Backward hooks of the cell's modules see the gradient only. Tensors are saved past the hooks around: those of a
-    checkpoint would compute them again for each product. Without any it sets none, which torch.func in a cell refuses.
+    Backward hooks of the cell's modules see only the gradient. Saved tensors bypass the surrounding hooks, because
+    those of a checkpoint would compute them again for each product. Without such hooks none are set, because torch.func
+    in a cell refuses them.
     """
     hooks = [each for module in modules_of(cell) for each in (module._backward_hooks, module._backward_pre_hooks)]
     kept_tensors = saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext()
@@ -123,8 +124,8 @@ def _no_hooks(hooks: list[Any]) -> Iterator[None]:
 
 
 class _OfThread(threading.local):
-    takes_part = False  # it finds a part of the gradient of a tensor, whose hooks are not to see it
-    multiplies = False  # it finds a product on the way to a gradient, which hooks of modules are not to see
+    takes_part = False  # this thread computes a part of a tensor's gradient, which the tensor's hooks must not see
+    multiplies = False  # this thread computes a product on the way to a gradient, which hooks of modules must not see
 
 
 _thread, _hooks_lock = _OfThread(), threading.Lock()
@@ -132,7 +133,7 @@ _thread, _hooks_lock = _OfThread(), threading.Lock()
 
 @contextmanager
 def _finds(what: str) -> Iterator[None]:
-    """Context in which this thread computes `what`, so that hooks which wait for it are not called."""
+    """Context in which this thread computes `what`, so that hooks that must not see it are not called."""
     before = getattr(_thread, what)
     setattr(_thread, what, True)
     try:
@@ -142,11 +143,11 @@ def _finds(what: str) -> Iterator[None]:
 
 
 class _Hook:
-    """A user's hook, which is not called by a thread that computes `what`. Copies of it are the user's hook."""
+    """Wrapper of a user's hook, not called by a thread that computes `what`. A copy of it is the user's own hook."""
 
     def __init__(self, hook: Callable[..., Any], what: str) -> None:
         self.hook, self.what = hook, what
-        self.contexts = 0  # how many contexts need it
+        self.contexts = 0  # number of contexts that need it
 
     def __call__(self, *arguments: Any) -> Any:
         return None if getattr(_thread, self.what) else self.hook(*arguments)
@@ -161,7 +162,7 @@ def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _waiting(dicts: Iterable[Any], what: str) -> Iterator[None]:
-    """Context in which the hooks of these dicts are ``_Hook``s. The last of several contexts puts the user's back."""
+    """Context in which the hooks of these dicts are ``_Hook``s. The last of several contexts restores the originals."""
     taken = []
     with _hooks_lock:
         for hooks in dicts:
@@ -181,7 +182,7 @@ def _waiting(dicts: Iterable[Any], what: str) -> Iterator[None]:
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
-    """Tensor, without its graph, which would hold itself by it, and its version, for ``kept``."""
+    """Tensor and its version, for ``kept``. Without its graph, to avoid a reference cycle."""
     return tensor.detach(), tensor._version
 
 
@@ -202,17 +203,17 @@ def keeps_graph() -> bool:
 
 
 def not_leaves(tree: Any) -> Any:
-    """Views of the leaves of a graph, which torch's counters of a module's work do not take from ``autograd.grad``."""
+    """Views in place of leaves: torch's counters of a module's work would disturb ``autograd.grad`` for leaves."""
     return pytree.tree_map(lambda t: _following(t) if _requires_grad(t) and t.is_leaf else t, tree)
 
 
 def _following(tensor: Tensor) -> Tensor:
-    """The same tensor one node later: a view, or of a sparse one, which has none, a copy."""
+    """The same tensor one node later: a view, or a copy of a sparse tensor, which has no views."""
     return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
 
 
 def _edge(tensor: Tensor) -> Any:
-    """Node and number of the result that the tensor is of its graph; torch's own way makes a view of a leaf."""
+    """Node of the tensor, and the tensor's number among its results. torch's public function adds a view to leaves."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn, tensor.output_nr
     if tensor.layout == torch.strided:
@@ -232,11 +233,11 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
-    """Leaves that `outputs` depend on other than through those `excluded`; whether they depend on older nodes too.
+    """Leaves that `outputs` depend on other than through those `excluded`; and whether they depend on older nodes.
 
     A node is older if its number is below `first`, because torch numbers the nodes of a thread as they are recorded.
-    Two kinds of older nodes belong to the evaluation all the same. One is a weight held for the solve, whose age is the
-    number from which on its own nodes count. The other is a weight's cast that autocast keeps, a "ToCopyBackward0".
+    Two kinds of older nodes still belong to the evaluation. One is a weight held for the solve; its `age` is the number
+    from which on its nodes count. The other is a weight's cast kept by autocast, a "ToCopyBackward0".
     """
     edges: list[Any] = [(_edge(y), first) for y in outputs if y.requires_grad]
     begins = held_nodes()
@@ -259,7 +260,7 @@ def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> 
 
 
 def detached(tree: Any, requires_grad: bool = False) -> Any:
-    """`tree` with its tensors cut from their graphs, as fresh leaves where `requires_grad`."""
+    """`tree` with its tensors cut from their graphs, with `requires_grad` as fresh leaves."""
     found = pytree.tree_map(torch.Tensor.detach, tree)
     if requires_grad:
         _states.update((leaf.requires_grad_(), None) for leaf in pytree.tree_leaves(found))

@@ -1,4 +1,4 @@
-"""The dispatcher: operations as Python outside of an op, or of all modes, would run them."""
+"""The dispatcher: operations inside of an op that run as they would in Python outside, or outside of all modes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .transforms import in_torch_func
 
 __all__ = ["OpOverload", "as_outside", "runs_only", "without_modes"]
 
-# What is left out within an op that a compiled graph calls: autograd, lazy views such as conj(), and torch.func.
+# Excluded within an op that a compiled graph calls: autograd, lazy views such as conj(), and torch.func.
 _LEFT_OUT = (
     *("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"),
     *("Conjugate", "Negative", "ZeroTensor"),
@@ -34,8 +34,8 @@ def without_modes() -> Iterator[None]:
 
 
 def as_outside() -> Any:
-    """Context in which operations are those of Python outside of the op."""
-    guards: Any = torch._C  # no public way leads back above autograd
+    """Context in which operations run as in Python outside of the op."""
+    guards: Any = torch._C  # no public function re-enables autograd there
     excluded = guards._dispatch_tls_local_exclude_set()
     for key in _LEFT_OUT:
         excluded = excluded.remove(getattr(guards.DispatchKey, key))
@@ -45,7 +45,7 @@ def as_outside() -> Any:
 def runs_only(a: Tensor, b: Tensor) -> bool:
     """Return whether an op on these tensors, which needs no gradient, would run its kernel and nothing else.
 
-    A trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices would make it do more. (A mode of
+    Reasons for more are a trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices. (A mode of
     torch functions only sees the first step of a solve.)
     """
     if is_tracing() or in_torch_func() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled:

@@ -1,6 +1,6 @@
 """Traces by torch.compile and torch.export: whether one runs, and calls that are kept out of it.
 
-In a trace, a look at values or at memory and a change of mode are to be avoided.
+In a trace, code must not read values or addresses, or change modes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 
 def is_exporting() -> bool:
-    """Return whether ``torch.export`` traces this, with strict=False; torch 2.11 takes torch.compile for an export."""
+    """Return whether ``torch.export`` traces this, with strict=False; in torch 2.11 also whether torch.compile does."""
     return not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()
 
 
@@ -30,12 +30,12 @@ def is_tracing() -> bool:
 
 
 def outside_exports(mode: AbstractContextManager) -> AbstractContextManager:
-    """`mode`, such as no_grad; nothing in an export, which it would cut into parts that torch 2.15 cannot load."""
+    """Return `mode`, such as no_grad; a null context in an export, which torch 2.15 could not load in parts."""
     return nullcontext() if is_exporting() else mode
 
 
 def reason(error: BaseException) -> str:
-    """Why a trace failed: what torch explains, else the first line of the error's first cause."""
+    """Reason why a trace failed: torch's explanation, else the first line of the error's first cause."""
     if explained := re.search(r"Explanation: (.+)", str(error)):
         return explained[1]
     while (cause := getattr(error, "inner_exception", error.__cause__)) is not None:
@@ -44,7 +44,7 @@ def reason(error: BaseException) -> str:
 
 
 def is_failed_trace(error: BaseException) -> bool:
-    """Return whether code could not be compiled, rather than that it failed when it ran."""
+    """Return whether compilation failed, rather than the compiled code."""
     return isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
@@ -54,7 +54,7 @@ _lock, _inside, _stance = threading.Lock(), 0, ExitStack()
 
 
 def constant_in_traces(f: Callable[..., Result]) -> Callable[..., Result]:
-    """`f`, which a trace runs as it is, with a constant as its result.
+    """Return `f`, which a trace runs untraced, with its result as a constant.
 
     ``torch.compiler.assume_constant_result``, which does the same, imports dynamo, which takes seconds.
     """
@@ -63,7 +63,7 @@ def constant_in_traces(f: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def uncompiled(f: Callable[..., Result]) -> Callable[..., Result]:
-    """`f` without compiled code in it. While a thread is inside, the others' compiled code runs as written too."""
+    """Return `f`, run without compiled code. While one thread runs it, code of other threads runs uncompiled too."""
 
     def plain(*arguments: Any) -> Result:
         with _force_eager():
@@ -76,24 +76,24 @@ def uncompiled(f: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
-    """``f(*arguments)``, of which dynamo takes no part if it compiles the caller in parts."""
+    """Return ``f(*arguments)``; dynamo does not compile it, even if it compiles the caller in parts."""
     hides = torch.compiler.is_dynamo_compiling() or _callback() is not None
     return _disabled()(f, *arguments) if hides else f(*arguments)
 
 
 @functools.cache
 def _disabled() -> Callable[..., Any]:
-    """The call of a function, untraced: made once, as making it takes longer than a step of a small solve."""
+    """Function that calls another one untraced. Made once, because that takes longer than a step of a small solve."""
     return torch.compiler.disable(lambda f, *arguments: f(*arguments))
 
 
 def is_given_up() -> bool:
-    """Asked in a frame that is not traced: whether dynamo compiles what it calls, because it gave up that frame."""
+    """Return, in an untraced frame, whether dynamo gave up that frame and compiles the functions that it calls."""
     return callable(_callback())
 
 
 def _callback() -> Any:
-    """What dynamo calls for each new frame of this thread; None if nothing is compiled, False if old code runs only."""
+    """Dynamo's callback for new frames of this thread; None: nothing is compiled; False: only existing code runs."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() if _is_loaded() else None
 
 
@@ -103,7 +103,7 @@ def _is_loaded() -> bool:
 
 @contextmanager
 def _force_eager() -> Iterator[None]:
-    """Hold the stance "force_eager", which is the process's: the first thread sets it, the last one ends it."""
+    """Context with the stance "force_eager" of the whole process: the first thread sets it, the last one ends it."""
     global _inside
     with _lock:
         if not _inside:
@@ -119,17 +119,17 @@ def _force_eager() -> Iterator[None]:
 
 
 _numbers = itertools.count()
-# Dynamo's config is the process's before 2.14, and each thread's from then on.
+# Dynamo's config belongs to the process before 2.14, and to each thread from then on.
 _config_lock: Any = nullcontext() if TorchVersion(torch.__version__) >= "2.14" else threading.RLock()
 
 
 class Codes:
-    """What torch.compile makes of a function, apart for each key and for all that the code has found fixed.
+    """Code that torch.compile makes of a function, separately for each key and each set of guards.
 
     Args:
-        function: compiled whole.
-        options: returns options of inductor, when a code is made.
-        backend: of ``torch.compile``.
+        function: compiled as one graph.
+        options: returns options of inductor, when code is made.
+        backend: backend of ``torch.compile``.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class Codes:
         self._making: dict[Any, Any] = {}  # a lock for each key
 
     def call(self, key: Any, *arguments: Any) -> Any:
-        """Call the code of `key`, which is made where there is none that serves."""
+        """Call the code of `key`, which is compiled if none fits."""
         if key in self._served:
             with _config_lock:
                 return self._called(key, arguments)
         with self._making.setdefault(key, threading.RLock()), _config_lock:
-            # Threads that begin together would each make a code.
+            # Threads that begin at the same time would each compile.
             if key not in self._codes:
                 self._renew(key)
             result = self._called(key, arguments)
@@ -174,7 +174,7 @@ class Codes:
             config.specialize_float, config.skip_nnmodule_hook_guards = before
 
     def _renew(self, key: Any) -> None:
-        # By code and name torch counts recompilations, and tells sizes that change from those that do not.
+        # By code and name, torch counts recompilations and learns which sizes change.
         code = self._function.__code__.replace(co_name=f"{self._function.__name__}_{next(_numbers)}")
         own = types.FunctionType(code, self._function.__globals__, argdefs=self._function.__defaults__)
         options = self._options() if self._options else None

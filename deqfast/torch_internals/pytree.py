@@ -1,4 +1,4 @@
-"""torch's pytree, which has no public name in Python, without its walk for a single tensor, which most states are."""
+"""torch's pytree, which has no public name in Python; a single tensor, as most states are, takes a short cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 __all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten"]
 
-_OF_TENSOR = _pytree.tree_structure(0)  # of any single leaf
+_OF_TENSOR = _pytree.tree_structure(0)  # of a single leaf
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:

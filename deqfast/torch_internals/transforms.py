@@ -1,6 +1,6 @@
-"""Tensors under transforms: what torch.func, vmaps and forward-mode AD hide. The one place that looks behind them.
+"""Tensors under torch.func, vmaps and forward-mode AD. Only this module looks at what they wrap.
 
-No public API of torch tells whether a tensor belongs to a transform, hence the names of ``torch._C``.
+torch has no public function for whether a tensor belongs to a transform, hence the names of ``torch._C``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .dynamo import is_tracing
 
 def in_torch_func() -> bool:
     """Return whether a transform of torch.func runs."""
-    return bool(torch._C._are_functorch_transforms_active())  # type: ignore[attr-defined]  # of no stub
+    return bool(torch._C._are_functorch_transforms_active())  # type: ignore[attr-defined]  # it has no stub
 
 
 def in_forward_mode() -> bool:
@@ -57,33 +57,35 @@ def without_tangent(tensor: Tensor) -> Tensor:
 
 
 def forward_mode() -> AbstractContextManager[None]:
-    """Context in which all open levels of forward-mode AD follow what is computed."""
+    """Context in which all open levels of forward-mode AD record tangents."""
     return forward_ad._set_fwd_grad_enabled(True)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether the tensor holds numbers, as one of FakeTensorMode or on the device meta does not."""
+    """Return whether the tensor has numbers; one of FakeTensorMode or on the device meta does not."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if the tensor holds no numbers, RuntimeError if torch.jit.trace or make_fx record what is done
-    with them; unless torch.compile or torch.export trace."""
+    """Raise ValueError if the tensor has no numbers, and RuntimeError if torch.jit.trace or make_fx record.
+
+    Under torch.compile and torch.export nothing is checked.
+    """
     if is_tracing():
         return
     if get_proxy_mode() is not None:
         raise RuntimeError(
-            "deqfast: torch.func.linearize and make_fx would fix the length of a solve, which the values decide: use "
-            "torch.func.jvp or vjp"
+            "deqfast: torch.func.linearize and make_fx would fix the number of evaluations, which depends on values: "
+            "use torch.func.jvp or vjp"
         )
     if torch.jit.is_tracing():
         raise RuntimeError(
-            "deqfast: torch.jit.trace would fix the length of a solve, which the values decide: use torch.export or "
-            "torch.compile, and torch.onnx.export with dynamo=True"
+            "deqfast: torch.jit.trace would fix the number of evaluations, which depends on values: use torch.export "
+            "or torch.compile, and torch.onnx.export with dynamo=True"
         )
     if not has_values(tensor):
         kind = "tensors on the device meta" if tensor.is_meta else "fake tensors (FakeTensorMode)"
-        raise ValueError(f"{name} must hold values, which a solve looks at, got {kind}")
+        raise ValueError(f"{name} must hold values, which a solve reads, got {kind}")
 
 
 def values(tensor: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ def values(tensor: Tensor) -> Tensor:
 
 
 def constant(tensor: Tensor) -> Tensor:
-    """Tensor of the same shape that no transform and no graph knows, with the numbers of the first member of a vmap."""
+    """Tensor of the same shape outside of all transforms and graphs, with the numbers of a vmap's first member."""
     while is_wrapped(tensor):
         dim = _functorch.maybe_get_bdim(tensor) if _functorch.is_batchedtensor(tensor) else None
         tensor = _functorch.get_unwrapped(tensor)
@@ -112,8 +114,8 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def check_plain(name: str, tree: Any) -> None:
-    """Raise RuntimeError if a tensor of `tree`, what `name` works on, belongs to a transform."""
-    if is_tracing():  # which cannot ask; the op that a solve becomes has no rule for transforms
+    """Raise RuntimeError if a tensor of `tree`, an argument of `name`, belongs to a transform."""
+    if is_tracing():  # a trace cannot test this; the op that a solve becomes has no rule for transforms
         return
     if any(isinstance(leaf, Tensor) and (is_wrapped(leaf) or has_tangent(leaf)) for leaf in pytree.tree_leaves(tree)):
         raise RuntimeError(
@@ -122,7 +124,7 @@ def check_plain(name: str, tree: Any) -> None:
 
 
 def over_members(function: Callable[[list[Tensor]], list[Tensor]], tensors: list[Tensor]) -> list[Tensor]:
-    """`function` of gradients or tangents, or of each of those of a batch, see ``Members``."""
+    """Apply `function` to gradients or tangents, or to each of a batch of them, see ``Members``."""
     members = Members.of(tensors)
     if members is None:
         return function(tensors)
@@ -132,14 +134,14 @@ def over_members(function: Callable[[list[Tensor]], list[Tensor]], tensors: list
 class Members:
     """Batch of gradients or tangents that is_grads_batched=True or vectorize=True sends through a derivative.
 
-    torch.autograd does so by a vmap older than that of torch.func.
+    torch.autograd uses an older vmap for this, which is not torch.func's.
 
     Args:
-        batched: one of them.
+        batched: one of the tensors.
     """
 
     def __init__(self, batched: Tensor) -> None:
-        # torch does not tell the level. The removal of another level leaves the tensor batched.
+        # torch does not return the level. Removing another level leaves the tensor batched.
         for self.level in range(1, 64):
             plain = torch._remove_batch_dim(batched, self.level, 1, 0)
             if not _functorch.is_legacy_batchedtensor(plain):
@@ -149,7 +151,7 @@ class Members:
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Members | None:
-        """Batch that these belong to, if any."""
+        """Batch that these tensors belong to, or None."""
         batched = next((t for t in tensors if _functorch.is_legacy_batchedtensor(t)), None)
         return None if batched is None else cls(batched)
 
@@ -158,5 +160,5 @@ class Members:
         return torch._remove_batch_dim(grad, self.level, self.count, 0)
 
     def wrap(self, grads: Tensor) -> Tensor:
-        """Gradient as it goes on: the inverse of ``unwrap``."""
+        """Batched gradient: the inverse of ``unwrap``."""
         return torch._add_batch_dim(grads, 0, self.level)

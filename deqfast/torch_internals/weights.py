@@ -1,8 +1,8 @@
-"""Weights that are computed from parameters, held for the length of a solve.
+"""Weights that are computed from parameters, and kept for one solve.
 
-``torch.nn.utils.parametrize`` computes a weight whenever it is read: at each evaluation of a cell, and with spectral
-norm in training as another weight each time. torch's own ``parametrize.cached`` keeps the first value for every thread.
-In a solve that would be a value without a graph. Here each thread holds its own, with a graph.
+``torch.nn.utils.parametrize`` computes a weight whenever it is read. A cell reads it at each evaluation, and spectral
+norm in training then returns another weight each time. torch's own ``parametrize.cached`` keeps the first value for
+every thread, which in a solve would have no graph. Here each thread keeps its own value, with a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .transforms import in_backward
 def tensors_of(cell: Callable[..., Any]) -> dict[str, Tensor]:
     """Parameters and buffers of a module by name, those of each submodule once; none of another callable.
 
-    For ``torch.func.functional_call``, which does not put back what it swaps under two names of one submodule.
+    For ``torch.func.functional_call``, which does not restore a tensor swapped under two names of one submodule.
     """
     found: dict[str, Tensor] = {}
     for path, module in cell.named_modules() if isinstance(cell, nn.Module) else ():
@@ -40,11 +40,11 @@ def tensors_of(cell: Callable[..., Any]) -> dict[str, Tensor]:
 
 @dataclass
 class _Held:
-    """What is held of one module that computes weights.
+    """Value kept for one module that computes weights.
 
     Attributes:
         with_graph: whether the value is computed with a graph.
-        hooks: the hooks of saved tensors at the beginning.
+        hooks: the hooks of saved tensors when the solve began.
         value: a tensor or a tuple of them; None until it has been read.
         age: number of the first node of the value's own graph.
     """
@@ -64,7 +64,7 @@ _thread = _OfThread()
 
 
 def _value(module: nn.Module, compute: Callable[[], Any]) -> Any:
-    """What this thread holds of the module, computed at the first call, or a fresh value."""
+    """Value that this thread keeps for the module, computed at the first call; a fresh one if it keeps none."""
     held = _thread.held.get(module)
     if held is None or _in_own_checkpoint(held):
         return compute()
@@ -79,7 +79,7 @@ class OncePerSolve(nn.Module):
     """Module whose value, a tensor or a tuple of them, is computed once per solve; a subclass defines ``compute``."""
 
     def compute(self) -> Any:
-        """Value of the parameters of now."""
+        """Value for the present parameters."""
         raise NotImplementedError
 
     def forward(self) -> Any:
@@ -87,10 +87,10 @@ class OncePerSolve(nn.Module):
 
 
 class _Holdable(ParametrizationList):
-    """ParametrizationList that gives what its thread holds: the class of a list while any thread holds it."""
+    """Class that a ParametrizationList has while any thread keeps its value; it returns the thread's value."""
 
     def forward(self) -> Tensor:
-        found: Tensor = _value(self, lambda: ParametrizationList.forward(self))  # whose class may change meanwhile
+        found: Tensor = _value(self, lambda: ParametrizationList.forward(self))  # the class may change meanwhile
         return found
 
     def _get_name(self) -> str:
@@ -99,7 +99,7 @@ class _Holdable(ParametrizationList):
 
 _LISTS = (ParametrizationList, _Holdable)
 _lock = threading.Lock()
-_holders: Counter[nn.Module] = Counter()  # how many contexts hold a list
+_holders: Counter[nn.Module] = Counter()  # number of contexts that hold a list
 
 
 @contextmanager
@@ -126,9 +126,9 @@ def _holdable(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def hold_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute the weights of these modules of a cell once, with a graph if one is recorded, and hold them.
+    """Compute the weights of these modules of a cell once, with a graph if one is recorded, and keep them.
 
-    What the thread holds already stays as it is. Inside an activation checkpoint of the cell's own the weights are
+    A value that the thread already keeps stays. Inside an activation checkpoint of the cell's own, the weights are
     computed again, as they will be in the backward pass.
     """
     lists = [found for found in _parametrised(modules) if found[2] not in _thread.held]
@@ -143,7 +143,7 @@ def hold_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
                 _thread.held[weight] = _Held(torch.is_grad_enabled(), present_hooks())
                 original: Any = weight.original if weight.is_tensor else weight.original0  # replicas have no parameters
                 device = original.device.type
-                with outside_exports(torch.autocast(device, enabled=False)):  # the cell may be outside of it
+                with outside_exports(torch.autocast(device, enabled=False)):  # the cell may run without autocast
                     getattr(module, name)
             for once in others:
                 _thread.held[once] = _Held(torch.is_grad_enabled(), present_hooks())
@@ -155,9 +155,9 @@ def hold_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return the cell with the weights held now and, in a backward pass, with its tensors of now.
+    """Return the cell with the weights kept now and, in a backward pass, with its present tensors.
 
-    The tensors of a ``functional_call`` are gone in the backward pass. FSDP2 itself replaces shards by what it gathers.
+    In the backward pass the tensors of a ``functional_call`` are gone. FSDP2 itself replaces shards by whole weights.
     """
     weights = dict(_thread.held)
     tensors = {name: tensor for name, tensor in tensors_of(cell).items() if not hasattr(tensor, "placements")}
@@ -168,14 +168,14 @@ def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         with holding(weights):
             if not swapped:
                 return cell(z, x)
-            assert isinstance(cell, nn.Module)  # no other has tensors
+            assert isinstance(cell, nn.Module)  # only a module has tensors
             return torch.func.functional_call(cell, swapped, (z, x), tie_weights=False)
 
     return call
 
 
 def shards_weights(cell: Any) -> bool:
-    """Return whether modules of the cell are units of FSDP2, whose weights are others in a backward pass."""
+    """Return whether modules of the cell are units of FSDP2, whose weights are other tensors in a backward pass."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return (
         fsdp is not None and isinstance(cell, nn.Module) and any(isinstance(m, fsdp.FSDPModule) for m in cell.modules())
@@ -184,7 +184,7 @@ def shards_weights(cell: Any) -> bool:
 
 @contextmanager
 def holding(weights: dict[nn.Module, _Held]) -> Iterator[None]:
-    """Hold these weights and no others, also in a checkpoint that has begun since."""
+    """Keep these weights and no others, also in a checkpoint that has begun since."""
     before = _thread.held
     _thread.held = {module: replace(held, hooks=present_hooks()) for module, held in weights.items()}
     try:
@@ -200,13 +200,13 @@ def is_cached(cell: Callable[..., Any]) -> bool:
 
 
 def check_not_cached(cell: nn.Module) -> None:
-    """Raise RuntimeError if ``parametrize.cached`` keeps a weight of `cell`, which a graph would never see again."""
+    """Raise RuntimeError if ``parametrize.cached`` keeps a weight of `cell`: a graph would never see an update."""
     if is_cached(cell):
         raise RuntimeError("cuda_graph cannot be used under parametrize.cached() with a cell of parametrised weights")
 
 
 def held_nodes() -> dict[Node, int]:
-    """Return the last node of each tensor that this thread holds, and the number of the first that belongs to it."""
+    """Return the last node of each tensor that this thread keeps, and the number of the first that belongs to it."""
     held = [(tensor, held.age) for held in _thread.held.values() for tensor in pytree.tree_leaves(held.value)]
     return {get_gradient_edge(t).node: age for t, age in held if isinstance(t, Tensor) and t.requires_grad}
 
@@ -222,8 +222,8 @@ def modules_of(cell: Any) -> list[nn.Module]:
 
 
 def _parametrised(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, ParametrizationList]]:
-    """Module, name and parametrisations of each tensor. Subclasses of torch's list are left alone."""
-    if not any(type(module) in _LISTS for module in modules):  # which is asked in less time than their owners are found
+    """Module, name and parametrisations of each tensor. Subclasses of torch's list are skipped."""
+    if not any(type(module) in _LISTS for module in modules):  # this test is faster than finding their owners
         return []
     found = []
     for module in modules:
@@ -234,11 +234,11 @@ def _parametrised(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Pa
 
 def present_hooks() -> Any:
     """Return the innermost hooks of saved tensors, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # there is no public way to ask
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public function for this
 
 
 def _in_own_checkpoint(held: _Held) -> bool:
-    """Return whether an activation checkpoint has begun since the tensor is held."""
+    """Return whether an activation checkpoint has begun since the value was computed."""
     if is_tracing():
         return False
     hooks = present_hooks()

@@ -1,1 +1,1 @@
-"""Known models as fixed points, one module each, beside explicit twins."""
+"""Known models as fixed points, one module each, next to explicit twins."""

@@ -1,4 +1,4 @@
-"""Cells that always have one fixed point, next to the residual cell, as the layer of a small image classifier.
+"""Cells that always have one fixed point, and the residual cell, as the layer of a small image classifier.
 
 residual, subhomogeneous: cells of 16 x 16 states on a strided convolution. subhomogeneous-connected, monotone: fully
 connected cells on 4 x 4 means of it. All of these have about 5,000 parameters.

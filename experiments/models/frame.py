@@ -43,7 +43,7 @@ class Options(Checked):
     out: str | None = option(
         "runs", "folder for records, weights, table, figure; off: runs/ and the model's name", None
     )
-    resume: bool = option("runs", "go on with the runs in --out, and leave finished ones as they are", False)
+    resume: bool = option("runs", "continue the runs in --out, and keep finished ones as they are", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class Options(Checked):
 
     @property
     def chosen(self) -> list[str]:
-        """The arms to train."""
+        """Arms to train."""
         return list(self.all_arms if self.arms == "all" else dict.fromkeys(self.arms.split(",")))
 
     @property
@@ -95,20 +95,20 @@ class Run(processes.Run):
         self.checkpoint = self.path.with_suffix(".ckpt")
         self.minutes = 0.0
         self.rows: list[dict[str, float]] = []
-        """What the training function measures on its way; the checkpoint keeps it."""
+        """Measurements during the training; a checkpoint contains them."""
 
     @property
     def record(self) -> Record:
-        """What the finished run came to; StudyError if it cannot be read."""
+        """Record of the finished run. Raises StudyError if it cannot be read."""
         return read_record(self.path, Record, REMEDY)
 
     def outcome(self) -> str:
-        """The first score of the finished run; StudyError if its record cannot be read."""
+        """First score of the finished run. Raises StudyError if its record cannot be read."""
         name, score = next(iter(self.record.scores.items()))
         return f"{name} {score:.4g}"
 
     def check(self) -> None:
-        """StudyError if the run was begun with other options, or if it was begun and is not to be resumed."""
+        """Raise StudyError if the run was begun with other options, or is not to be resumed."""
         if self.finished:
             before = self.record.options
         elif state := read_state(self.checkpoint):
@@ -119,7 +119,7 @@ class Run(processes.Run):
         check_same(self.path, old, new, self.options.resume)
 
     def measure(self) -> None:
-        """Train, and write the weights and the record."""
+        """Train an arm, write the weights and the record."""
         torch.manual_seed(self.seed)
         outcome = self.train(self)
         record = Record(
@@ -177,7 +177,7 @@ class Run(processes.Run):
 
 
 def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
-    """Take a step of the optimiser, with a bound on the norm of the gradient."""
+    """Take a step of the optimiser; `clip` bounds the norm of the gradient."""
     optimizer.zero_grad()
     loss.backward()
     if clip is not None:
@@ -187,8 +187,8 @@ def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None =
 
 @dataclass(frozen=True)
 class Example:
-    """A model: its options, the training of an arm, the figure of all runs; `check` looks at the data before any work
-    is done."""
+    """Example model: its options, the training of an arm, the figure of all runs. `check` reads the data before any
+    work."""
 
     options: type[Options]
     train: Callable[[Run], Outcome]
@@ -197,7 +197,7 @@ class Example:
 
 
 def main(name: str, description: str | None, example: Example, argv: Sequence[str] | None = None) -> int:
-    """Train what is asked for and print the table; the exit status is 0, 1 for an error (told in a line), 2 for bad
+    """Train the chosen arms and print the table. The exit status is 0, 1 for an error (a line each), 2 for bad
     arguments, 130 after Ctrl-C."""
     script = f"model.py {name}"
     options = parsed(example.options, description, argv, script)
@@ -218,7 +218,7 @@ def main(name: str, description: str | None, example: Example, argv: Sequence[st
 
 
 def table(records: Sequence[Record]) -> str:
-    """A row an arm: means over seeds, with the range where there are several, as Markdown."""
+    """Table of the arms in Markdown: means over seeds, with the range if there are several."""
     rows = []
     for arm in dict.fromkeys(record.arm for record in records):
         mine = [record for record in records if record.arm == arm]
@@ -232,7 +232,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """A mean, and the least and largest value behind it."""
+    """Mean of some values, with the least and the largest."""
     among = f" ({min(values):.4g} to {max(values):.4g})" if len(values) > 1 else ""
     return f"{fmean(values):.4g}{among}"
 

@@ -2,10 +2,10 @@
 
 A is the adjacency matrix with its rows divided by their sums, sparse; the rows of W have an absolute sum of at most
 kappa < 1, so that there is one fixed point. explicit-parameters: the same weights as two graph convolutions.
-perceptron: the same without edges, which says what the features of a node alone do.
+perceptron: the same without edges, which shows the effect of a node's own features.
 explicit-compute: --layers steps of the same map from 0, without the bound on W. By default they see every node of the
-longest chain; training the DEQ takes nearly twice as long. The default task are chains whose first
-node tells the class of all; with --data-root, node classification on the ten splits of Geom-GCN, a seed each.
+longest chain; training the DEQ takes nearly twice as long. In the default task, the first node of a chain determines
+the class of all. With --data-root, the task is node classification on the ten splits of Geom-GCN, a seed each.
 Sources: Gu et al., NeurIPS 2020; Pei et al., ICLR 2020 (splits).
 """
 
@@ -58,7 +58,7 @@ class Graphs(Options):
     decay: float = option("training", "weight decay", 0.0, minimum=0.0)
 
 
-warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")  # what is used of it is tested
+warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")  # the part of it used here is tested
 
 
 class Problem(NamedTuple):
@@ -69,12 +69,12 @@ class Problem(NamedTuple):
     features: Tensor  # (N, F), sparse CSR
     labels: Tensor  # (N,)
     graph: Tensor  # (N,): the graph of each node
-    masks: dict[str, Tensor]  # of nodes that are trained on, validated and tested on
+    masks: dict[str, Tensor]  # masks of nodes for training, validation and test
     chained: bool = False  # whether the graphs are chains
 
 
 class RowSums(nn.Module):
-    """Scale the rows of a matrix whose absolute sum is above a bound down to it."""
+    """Scale down the rows of a matrix whose absolute sum is above a bound, to that bound."""
 
     def __init__(self, bound: float) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Cell(nn.Module):
     def __init__(self, width: int, kappa: float | None) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width, bias=False)
-        nn.init.eye_(self.linear.weight)  # what a node knows is handed on, from the start
+        nn.init.eye_(self.linear.weight)  # nodes pass on their features from the start
         if kappa is not None:
             parametrize.register_parametrization(self.linear, "weight", RowSums(kappa))
 
@@ -107,7 +107,7 @@ class Network(nn.Module):
         self.arm, self.layers, self.drop = arm, options.layers, options.drop
         self.embed = nn.Parameter(torch.randn(features, options.width) / math.sqrt(options.width))
         self.cell = Cell(options.width, options.kappa if arm == "deq" else None)
-        # Along a chain nothing is faster than plain iteration, which is exact after one evaluation a node.
+        # On a chain nothing is faster than plain iteration, which is exact after one evaluation per node.
         kind = deqfast.Picard if options.data == "chains" else deqfast.Anderson
         solver = kind(options.tol, options.max_iter)
         self.block = deqfast.DEQBlock(self.cell, solver, deqfast.Implicit(solver), warn=False)
@@ -138,7 +138,8 @@ def adjacency(rows: Tensor, columns: Tensor, nodes: int) -> Tensor:
 
 
 def chains(seed: int) -> Problem:
-    """Directed chains of all lengths and splits: the features of the first node name the class, with noise on all."""
+    """Directed chains of all lengths and splits: the features of the first node give the class; all nodes have
+    noise."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [(split, length) for split, count in CHAINS.items() for length in LENGTHS for _ in range(count)]
     lengths = torch.tensor([length for _, length in sizes])
@@ -156,12 +157,12 @@ def chains(seed: int) -> Problem:
 
 
 def citations(options: Graphs, seed: int) -> Problem:
-    """A graph of --data-root under split `seed`; StudyError if the file is missing or not as it should be."""
+    """A graph of --data-root under split `seed`; StudyError if the file is missing or invalid."""
     path = Path(options.data_root or ".") / f"{options.data}.npz"
     masks = {ours: f"{theirs}_mask_{seed}" for ours, theirs in (("train", "train"), ("valid", "val"), ("test", "test"))}
     names = ["x_indptr", "x_indices", "x_data", "x_shape", "y", "edges", *masks.values()]
     try:
-        if not zipfile.is_zipfile(path):  # false for a path without a file too
+        if not zipfile.is_zipfile(path):  # also false for a path without a file
             raise ValueError("no such .npz file")
         with np.load(path, allow_pickle=False) as file:
             part = {name: torch.from_numpy(file[name]) for name in names}
@@ -171,7 +172,7 @@ def citations(options: Graphs, seed: int) -> Problem:
 
 
 def as_problem(name: str, part: dict[str, Tensor], masks: dict[str, Tensor]) -> Problem:
-    """Node classification on a graph with loops added; ValueError or RuntimeError if its parts do not fit together."""
+    """Node classification on a graph with loops added; raises ValueError or RuntimeError if its parts do not match."""
     labels, edges = part["y"].long(), part["edges"].long()
     if edges.dim() != 2 or edges.shape[1] != 2 or not len(edges):
         raise ValueError(f"edges must be (E, 2) with E > 0, not {tuple(edges.shape)}")
@@ -192,7 +193,7 @@ def as_problem(name: str, part: dict[str, Tensor], masks: dict[str, Tensor]) -> 
 
 
 def load(options: Graphs, seed: int = 0) -> Problem:
-    """The problem of a seed."""
+    """Return the problem of a seed."""
     if (options.data == "chains") != (options.data_root is None):
         raise StudyError(f"--data {options.data}: graphs come from --data-root, chains are made without it")
     if options.data != "chains" and options.seeds > 10:
@@ -201,7 +202,7 @@ def load(options: Graphs, seed: int = 0) -> Problem:
 
 
 def train(run: Run) -> Outcome:
-    """Train an arm on all graphs at once; the weights that are best in validation are measured."""
+    """Train an arm on all graphs together, and measure the weights that are best in validation."""
     options: Graphs = run.options
     problem = load(options, run.seed)
     model = Network(run.arm, options, problem.features.shape[1], int(problem.labels.max()) + 1)
@@ -224,7 +225,7 @@ def train(run: Run) -> Outcome:
 
 
 def right(logits: Tensor, problem: Problem, split: str) -> Tensor:
-    """Which nodes of a split are told right; of chains the last nodes alone."""
+    """Return which nodes of a split are classified correctly; of chains only the last nodes."""
     mask = problem.masks[split]
     if problem.chained:
         mask = mask & (problem.graph != torch.cat([problem.graph[1:], problem.graph.new_tensor([-1])]))
@@ -233,7 +234,7 @@ def right(logits: Tensor, problem: Problem, split: str) -> Tensor:
 
 @torch.no_grad()
 def measured(model: Network, problem: Problem, log: list[dict[str, float]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Scores in % of the test nodes, and of chains by their length."""
+    """Return scores in % of the test nodes, for chains also by length."""
     logits, solution = model(problem)
     found = right(logits, problem, "test")
     scores = {"accuracy": 100 * float(found.mean())}

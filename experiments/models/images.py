@@ -1,9 +1,9 @@
-"""A multiscale deep equilibrium model on CIFAR-10: one state of several resolutions (MDEQ), beside residual networks.
+"""A multiscale deep equilibrium model on CIFAR-10: one state of several resolutions (MDEQ), next to residual networks.
 
-deq and deq-regularised: MDEQ under JFB, without and with a penalty on the norm of its Jacobian. explicit-parameters: a
-ResNet of as many parameters. explicit-compute: the MDEQ's cell applied as often from 0, and differentiated through, as
-costs what the DEQ's training step costs, where an evaluation that is differentiated counts as three.
-All arms have the recipe of the ResNet's: Adam, one cycle of the rate. Without --data-root, images of ten drawn shapes.
+deq and deq-regularised: MDEQ with JFB, without and with a penalty on the norm of its Jacobian. explicit-parameters: a
+ResNet with the same number of parameters. explicit-compute: the MDEQ's cell, applied repeatedly from 0 and
+backpropagated. It costs the same as a training step of the DEQ; a differentiated evaluation counts as three. All arms
+have the recipe of the ResNet: Adam, one cycle of the rate. Without --data-root, images of ten drawn shapes.
 Sources: Bai, Koltun, Kolter, NeurIPS 2020 and ICML 2021.
 """
 
@@ -57,7 +57,7 @@ class Images(Options):
 
 
 class Found(NamedTuple):
-    """Logits, and of a DEQ how the solve went, the state, and what was injected."""
+    """Logits; for a DEQ also the Solution, the state and the injection."""
 
     logits: Tensor
     solution: deqfast.Solution | None = None
@@ -88,7 +88,7 @@ class Resample(nn.Module):
 
 
 class Cell(nn.Module):
-    """A residual block at every resolution, with an injection each, then the sum over what all send to each."""
+    """A residual block at every resolution, each with an injection. Then every resolution sums the outputs of all."""
 
     def __init__(self, width: int, scales: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A ResNet of three blocks, of the width at which it has about as many parameters as `twin`."""
+    """ResNet of three blocks; its width gives about the number of parameters of `twin`."""
 
     def __init__(self, twin: nn.Module) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class ResNet(nn.Module):
 
 
 def load(options: Images) -> tuple[str, dict[str, tuple[Tensor, Tensor]]]:
-    """Name of the data, and images (N, 3, 32, 32) with labels, of which "valid" is a tenth of the training images."""
+    """Name of the data, and images (N, 3, 32, 32) with labels; "valid" is a tenth of the training images."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for split, number in SHAPES.items():
         if options.data_root is None:
@@ -240,7 +240,7 @@ def train(run: Run, build: Callable[[str, Any], nn.Module] = Classifier) -> Outc
 
 @torch.no_grad()
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy in %, and of a DEQ the evaluations an image and the share of images whose solve converged."""
+    """Accuracy in %; for a DEQ also the evaluations per image and the share of images whose solve converged."""
     right, used, converged = [], [], []
     for some, truth in zip(images.split(500), labels.split(500), strict=True):
         logits, solution, _, _ = model(some)
@@ -262,7 +262,7 @@ def radius(model: Any, images: Tensor) -> float:
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Accuracy against minutes of training, spectral radius and evaluations against epochs; a line a seed."""
+    """Accuracy against minutes of training, spectral radius and evaluations against epochs; one line per seed."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
     arms = list(dict.fromkeys(record.arm for record in records))
     for record in records:

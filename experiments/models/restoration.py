@@ -3,8 +3,8 @@
 A is a blur by a 9 x 9 Gaussian (deblur), or keeps half of the pixels (inpaint), with noise of 1 %. D is trained to
 denoise at sigma = 25 first, then within its arm, on patches; arms share patches and D's start.
 deq: the fixed point, differentiated by JFB. explicit-parameters: one step, with the same denoiser. explicit-compute:
-as many steps of the same denoiser, unrolled, as cost what a training step of the DEQ costs, where a step that is
-differentiated counts as three evaluations. Sources: Gilton, Ongie, Willett, IEEE TCI 2021; Ryu et al., ICML 2019.
+several steps of the same denoiser, unrolled. They cost the same as a training step of the DEQ; a differentiated step
+counts as three evaluations. Sources: Gilton, Ongie, Willett, IEEE TCI 2021; Ryu et al., ICML 2019.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ class Restoration(Options):
 
 
 class Measurement(NamedTuple):
-    """What is known of images (B, 1, H, W): y = A x + noise and A by its transfer function or its mask."""
+    """Measurement of images (B, 1, H, W): y = A x + noise, and A as a transfer function or a mask."""
 
     y: Tensor
     transfer: Tensor
     mask: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """A x, of a blur with circular borders or of a choice of pixels."""
+        """Return A x: a blur with circular borders, or a selection of pixels."""
         return self.mask * torch.fft.irfft2(torch.fft.rfft2(x) * self.transfer, s=x.shape[-2:])
 
     def adjoint(self, y: Tensor) -> Tensor:
-        """A'y."""
+        """Return A'y."""
         return torch.fft.irfft2(torch.fft.rfft2(self.mask * y) * self.transfer.conj(), s=y.shape[-2:])
 
 
@@ -86,7 +86,7 @@ def measure(task: str, x: Tensor, generator: torch.Generator | None = None) -> M
 
 
 class Denoiser(nn.Module):
-    """x minus the noise that a stack of convolutions finds in it (Zhang et al., TIP 2017, without normalisation)."""
+    """x minus the noise that a stack of convolutions predicts (Zhang et al., TIP 2017, without normalisation)."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Denoiser(nn.Module):
 
 
 class Step(nn.Module):
-    """A proximal gradient step with the denoiser in the place of the proximal map."""
+    """Proximal gradient step, with the denoiser in place of the proximal map."""
 
     def __init__(self, denoiser: Denoiser) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Restorer(nn.Module):
         self.block = deqfast.DEQBlock(self.step, solver, adjoint="jfb", warn=False, trace=True)
 
     def forward(self, known: Measurement) -> tuple[Tensor, deqfast.Solution | None]:
-        """Restored images, and of the equilibrium how its solve went."""
+        """Return restored images, and for the equilibrium the Solution."""
         z = known.adjoint(known.y)
         if not self.steps:
             restored, solution = self.block(known, z0=z, return_solution=True)
@@ -240,13 +240,14 @@ def evaluate(
 
 
 def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """What a call returns, and its seconds."""
+    """Return the result of a call, and its seconds."""
     start = time.perf_counter()
     return call(*arguments), time.perf_counter() - start
 
 
 def deepinv_model(step: Step, known: Measurement, options: Restoration) -> tuple[Any, Any] | None:
-    """The same equilibrium as deepinv's own DEQ, with its Anderson acceleration, and its physics; None without it."""
+    """Return this equilibrium as deepinv's own DEQ, with its Anderson acceleration, and its physics; None without
+    deepinv."""
     with suppress(ImportError):
         from deepinv import optim, physics
 

@@ -1,15 +1,16 @@
-"""Sudoku by a small recursive model that is iterated to its fixed point, beside explicit twins of it.
+"""Sudoku by a small recursive model that is iterated to its fixed point, compared with explicit twins.
 
 The state is a pair as in TRM (Jolicoeur-Martineau, 2025, "Less is more: recursive reasoning with tiny networks"): an
 answer y and a latent z, which one block updates. It passes messages as recurrent relational networks do (Palm et al.,
-2018), here between placements (row, column, digit) and the constraints that exactly one of some placements holds: of
-those in a cell, and of those of a digit in a row, a column or a box. Digits are interchangeable to it. A solve starts
-from random z; restarts of a puzzle are rows of the batch, among which the least residual chooses (EqR, locuslab, 2026).
+2018), here between placements (row, column, digit) and constraints. A constraint says that exactly one placement holds:
+of those in a cell, or of those of a digit in a row, a column or a box. The block treats all digits alike. A solve
+starts from random z. Restarts of a puzzle are rows of the batch; the one with the least residual is chosen (EqR,
+locuslab, 2026).
 
-Arms, of which a training step costs the same number of block applications, a differentiated one counted as three:
+A training step of each arm costs the same number of block applications; a differentiated one counts as three:
 deq: phantom gradients after two evaluations and at the fixed point. explicit-parameters: the same block applied DEPTH
-times and differentiated through, a recurrent relational network; it is tested by the DEQ's solves, too.
-explicit-compute: DEPTH blocks with weights of their own, tested as they are. Losses, rate and puzzles are the same.
+times with backpropagation, a recurrent relational network; it is also tested by the DEQ's solves.
+explicit-compute: DEPTH blocks with separate weights, tested without solves. Losses, rate and puzzles are the same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SOLVE, PHANTOM = 6, 4  # evaluations of a training solve; differentiated evaluat
 DEPTH = (SOLVE + 2 * 3 * PHANTOM) // 3  # applications of the twins: a differentiated one costs three
 AT = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 DAMPING = 0.8
-MORE_CLUES = 0.3  # most of the empty cells that are shown in training, so that some boards are easy
+MORE_CLUES = 0.3  # largest share of the empty cells that is shown in training, so that some boards are easy
 
 State = tuple[Tensor, Tensor]
 
@@ -81,7 +82,7 @@ def mlp(features: int, out: int) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """f((y, z), x): placements tell their constraints, constraints tell their placements, three times; then the answer.
+    """f((y, z), x): three times messages from placements to constraints and back; then the answer.
 
     y (B, n, n, n) are logits of row, column, digit, z (B, n, n, n, width), x (B, n, n, n, 2) as of ``encode``.
     """
@@ -102,7 +103,7 @@ class Block(nn.Module):
         return self.answer(z).squeeze(-1), z
 
     def constraints(self, sent: Tensor) -> Tensor:
-        """Sum over the four constraints of each placement of what they make of all their placements' messages."""
+        """Sum of the replies of each placement's four constraints to the messages of their placements."""
         n, (height, width) = self.size, BOXES[self.size]
         boxed = sent.view(-1, n // height, height, n // width, width, n, self.width)
         lines = sum(net(0.3 * sent.sum(dim, True)) for net, dim in ((self.cell, 3), (self.line, 1), (self.line, 2)))
@@ -113,7 +114,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Explicit twin: blocks applied in turn, `DEPTH` times in all."""
+    """Explicit twin: blocks applied one after the other, `DEPTH` times in all."""
 
     def __init__(self, blocks: Sequence[Block]):
         super().__init__()
@@ -138,7 +139,8 @@ class Equilibrium(deqfast.DEQBlock):
         super().__init__(block, training, adjoint, init=block.start, warn=False, **options)
 
     def ends(self, state: State, value: State, k: int) -> Tensor:
-        """A test's last evaluation, so that a solve that does not converge gives its last state, not its stillest."""
+        """Mask of a test's last evaluation: a solve that does not converge then gives its last state, not the best
+        one."""
         return torch.full((len(state[0]),), not self.training and k == self.current_solver.max_iter)
 
     def states(self, x: Tensor) -> list[State]:
@@ -170,7 +172,7 @@ def train(run: Run) -> Outcome:
 
 
 def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
-    """Test from several random starts; a model of one block is solved with more evaluations than in training."""
+    """Test with several random starts; a model of one block is solved with more evaluations than in training."""
     options: Sudoku = run.options
     size, starts, rng = int(options.size), options.starts, random.Random("test")
     if options.data_root:
@@ -218,7 +220,7 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
 
 
 def as_equilibrium(model: Any, options: Sudoku) -> Equilibrium | None:
-    """Solve of a model with one block; None for others."""
+    """Return the solve of a model with one block; None for others."""
     if isinstance(model, Equilibrium):
         return model.eval()
     return Equilibrium(model.blocks[0], options.evaluations).eval() if len(model.blocks) == 1 else None
@@ -233,7 +235,7 @@ def percent(hits: Tensor) -> float:
 
 
 def auc(residual: Tensor, boards: Tensor) -> float:
-    """Probability that a solved board has the smaller residual of a solved and an unsolved one (0.5 without either)."""
+    """Probability that a solved board has a smaller residual than an unsolved one (0.5 without either)."""
     less = residual[boards][:, None] < residual[~boards]
     return less.float().mean().item() if less.numel() else 0.5
 
@@ -245,14 +247,14 @@ def answered(residual: Tensor, boards: Tensor, points: int = 20) -> list[float]:
 
 
 def along(solver: Equilibrium, x: Tensor, digits: Tensor) -> list[tuple[int, float]]:
-    """Boards solved after so many evaluations, in percent."""
+    """Boards solved after each number of evaluations, in percent."""
     at = [k for k in AT if k < solver.current_solver.max_iter]
     states = solver.trajectory(x, at=[k + 1 for k in at])[:-1]
     return [(k, percent(solved(y.argmax(-1) + 1 == digits))) for k, (y, _) in zip(at, states, strict=True)]
 
 
 def check(options: Sudoku) -> None:
-    """Read all of --data-root; StudyError for what is wrong with it."""
+    """Read all of --data-root; raise StudyError for its faults."""
     if options.data_root:
         read_folder(Path(options.data_root))
 

@@ -23,7 +23,8 @@ COLOURS = {"deq": "#D55E00", "explicit-parameters": "#0072B2", "explicit-compute
 
 
 def film(solver: deqfast.DEQBlock, x: Tensor, clues: Tensor, digits: Tensor) -> dict[str, Any]:
-    """Answers (digits, confidences) of a puzzle after every evaluation, from the random start that gets there last."""
+    """Answers (digits, confidences) of a puzzle after every evaluation, from the random start that needs the most
+    evaluations."""
     most = solver.current_solver.max_iter
     states = solver.trajectory(x.expand(8, *x.shape), at=range(1, most + 1))[:most]
     sure, answer = torch.stack([y for y, _ in states]).softmax(-1).flatten(2, 3).max(-1)
@@ -36,7 +37,7 @@ def film(solver: deqfast.DEQBlock, x: Tensor, clues: Tensor, digits: Tensor) -> 
 
 
 def picture(film: dict[str, Any], k: int, side: int = 340) -> Image.Image:
-    """The board after k evaluations: clues grey, right cells blue, wrong ones red, the paler the less sure."""
+    """The board after k evaluations: clues grey, right cells blue, wrong ones red; paler means less confident."""
     size, scale = round(len(film["clues"]) ** 0.5), 2
     height, width = BOXES[size]
     cell, foot = scale * side / size, scale * 44
@@ -72,13 +73,13 @@ def picture(film: dict[str, Any], k: int, side: int = 340) -> Image.Image:
 
 
 def animation(film: dict[str, Any]) -> bytes:
-    """GIF of the evaluations, of each or of every other one and so on, at most 25; the last one stays."""
+    """GIF of at most 25 evaluations: each one, or every second, third, ... one; the last frame stays."""
     last = len(film["frames"]) - 1
     frames = [picture(film, k) for k in [*range(0, last, 1 + last // 25), last]]
     shown = Image.new("RGB", (frames[0].width, sum(frame.height for frame in frames)))
     for k, frame in enumerate(frames):
         shown.paste(frame, (0, k * frame.height))
-    palette = shown.quantize(32)  # of all frames, so that a frame's file holds what changes
+    palette = shown.quantize(32)  # one palette for all frames, so that the file of a frame holds only its changes
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     times = [800, *[250] * len(frames)][: len(frames) - 1] + [3000]
     content = io.BytesIO()
@@ -87,7 +88,8 @@ def animation(film: dict[str, Any]) -> bytes:
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Boards solved against evaluations, against starts, against the share answered; and a board while it is solved."""
+    """Figure of boards solved by evaluations, by starts and by the share answered; and of a board while it is
+    solved."""
     figure = plt.figure(figsize=(12.5, 7), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=(1.15, 1))
     above, below = parts

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # height and width of a box
-FEWEST = {4: 4, 6: 8, 9: 24}  # fewer clues take the generator long, or are not enough
+FEWEST = {4: 4, 6: 8, 9: 24}  # with fewer clues the generator takes long, or no puzzle has one solution
 
 Puzzle = tuple[list[int], list[int]]  # clues with 0 for empty, and solution, row by row
 
 
 @cache
 def units(size: int) -> tuple[list[list[int]], list[set[int]]]:
-    """Cells of every row, column and box; and for every cell those that share one with it."""
+    """Cells of every row, column and box; and for every cell the cells that share one with it."""
     height, width = BOXES[size]
     cells = [divmod(cell, size) for cell in range(size**2)]
     keys = [(("row", r), ("column", c), ("box", r // height, c // width)) for r, c in cells]
@@ -47,7 +47,7 @@ def propagate(board: list[int], found: list[int], size: int) -> bool:
                 once, twice = once | board[cell], twice | once & board[cell]
             if once != (1 << size) - 1:
                 return False
-            for cell in group:  # a digit that has one place left
+            for cell in group:  # this digit has one place left
                 only = board[cell] & once & ~twice
                 if only and only != board[cell]:
                     board[cell] = only & -only
@@ -57,7 +57,7 @@ def propagate(board: list[int], found: list[int], size: int) -> bool:
 
 
 def solutions(board: list[int], found: list[int], size: int, rng: random.Random | None = None) -> Iterator[list[int]]:
-    """All solutions of a board of candidate digits (bits), which is used up; `rng` draws their order."""
+    """All solutions of a board of candidate digits (bits), in an order drawn by `rng`; the board is overwritten."""
     if not propagate(board, found, size):
         return
     if not (unknown := [cell for cell, digits in enumerate(board) if digits & (digits - 1)]):
@@ -76,7 +76,7 @@ def candidates(clues: Sequence[int], size: int) -> tuple[list[int], list[int]]:
 
 
 def generate(size: int, clues: int, rng: random.Random) -> Puzzle:
-    """A puzzle with exactly one solution: cells of a random board are emptied where no other digit could stand."""
+    """A puzzle with exactly one solution: cells of a random board are emptied as long as the solution stays unique."""
     while True:
         solution = next(solutions(*candidates([0] * size**2, size), size, rng))
         puzzle, left = solution.copy(), size**2

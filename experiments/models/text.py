@@ -1,10 +1,10 @@
 """A language model by characters whose one transformer block is an equilibrium: z* = norm(block(z* + x)).
 
 deq: a pre-norm block with rotary positions that is given the embedded characters x at every evaluation.
-explicit-parameters: four blocks of half the width, with as many parameters within 4 %. explicit-compute: as many
-untied blocks as cost what a training step of the DEQ costs, where an evaluation that is differentiated counts as three.
+explicit-parameters: four blocks of half the width, with the same number of parameters within 4 %. explicit-compute:
+untied blocks that cost the same as a training step of the DEQ, where a differentiated evaluation counts as three.
 All arms have the recipe of nanoGPT's small setting (Karpathy, 2022): AdamW, warm-up, cosine. Without --data-root, the
-text is that of Python's help topics. Source: Bai, Kolter, Koltun, NeurIPS 2019.
+text is Python's help topics. Source: Bai, Kolter, Koltun, NeurIPS 2019.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .frame import Example, Options, Outcome, Record, Run, descend
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
 BLOCKS_OF_TWIN, WRITTEN = 3, 200
 SIGNS = {"\n": "↵", " ": "␣"}
-GAIN = 2.0  # of x beside z, whose entries have size 1: the block is a contraction at the start
+GAIN = 2.0  # of x relative to z, whose entries have size 1: the block is a contraction at the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Text(Options):
 
 
 class Corpus(NamedTuple):
-    """A text as numbers of its characters: the first nine tenths, and the last two twentieths."""
+    """Text as numbers of its characters: the first nine tenths, and the last two twentieths."""
 
     name: str
     characters: str
@@ -102,7 +102,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each after a norm and beside the identity: (B, T, D) to (B, T, D)."""
+    """Causal attention and a perceptron, each after a norm and added to its input: (B, T, D) to (B, T, D)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Cell(nn.Module):
         return self.norm(self.block(z + self.inject(x)))
 
     def last(self, z: Tensor, past: Tensor, x: Tensor) -> Tensor:
-        """The value at the last position, whose state is z (B, 1, D)."""
+        """Return the value at the last position, whose state is z (B, 1, D)."""
         return self(torch.cat([past, z], dim=1), x)[:, -1:]
 
 
@@ -193,7 +193,7 @@ def train(run: Run) -> Outcome:
 
 @torch.no_grad()
 def evaluate(model: Language, text: Tensor, options: Text) -> dict[str, float]:
-    """Mean loss over the sequences of a text, side by side, and how the solves went."""
+    """Mean loss over the consecutive sequences of a text, and statistics of the solves."""
     count, rows = (len(text) - 1) // options.context, list[dict[str, Tensor]]()
     pairs = (part[: count * options.context].view(count, -1).split(64) for part in (text[:-1], text[1:]))
     for inputs, targets in zip(*pairs, strict=True):
@@ -205,7 +205,7 @@ def evaluate(model: Language, text: Tensor, options: Text) -> dict[str, float]:
 
 
 def look_inside(model: Language, corpus: Corpus, options: Text) -> tuple[dict[str, float], dict[str, Any]]:
-    """How the equilibrium is solved character by character: scores, and what the figure shows."""
+    """Scores of the solves character by character, and the data of the figure."""
     count = min(256, (len(corpus.validation) - 1) // options.context)
     indices = corpus.validation[: count * options.context].view(count, -1)
     needed = 1.0 + (residuals(model, indices) > 1e-2).cumprod(dim=1).sum(dim=1)
@@ -227,7 +227,7 @@ def residuals(model: Language, indices: Tensor) -> Tensor:
 
     def look(z: Tensor, value: Tensor, k: int) -> Tensor:
         seen.append((value - z).norm(dim=-1) / value.norm(dim=-1))
-        return torch.zeros(len(z), dtype=torch.bool)  # ends none
+        return torch.zeros(len(z), dtype=torch.bool)  # a rule that ends no sample
 
     deqfast.solve(lambda z: cell(z, x), torch.zeros_like(x), model.equilibrium.current_solver, stop_fn=look)
     return torch.stack(seen, dim=1)
@@ -235,8 +235,10 @@ def residuals(model: Language, indices: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write(model: Language, prompt: Tensor, options: Text) -> tuple[float, float]:
-    """Write on from a prompt (T,): mean evaluations of a character's solve begun at 0 and at the last one's z*.
-    Characters before it stay at their fixed points, which no later one changes."""
+    """Continue a prompt (T,). Return the mean evaluations of a character's solve from 0 and from the last one's z*.
+
+    Earlier characters stay at their fixed points, which no later one changes.
+    """
     assert model.equilibrium is not None and isinstance(cell := model.equilibrium.cell, Cell)
     generator, counts = torch.Generator().manual_seed(0), []
     x = model.embedding(prompt[None])
@@ -277,7 +279,7 @@ def draw(records: Sequence[Record]) -> Figure:
 
 
 def draw_passage(axis: Axes, passage: str, residuals: Sequence[Sequence[float]]) -> None:
-    """A column a character, a row an evaluation."""
+    """Draw one column per character and one row per evaluation."""
     count = len(residuals)
     picture = axis.imshow(
         [[math.log10(max(value, 1e-9)) for value in row] for row in residuals],
@@ -290,7 +292,7 @@ def draw_passage(axis: Axes, passage: str, residuals: Sequence[Sequence[float]])
 
 
 def draw_needed(axis: Axes, needed: dict[str, float]) -> None:
-    """A dot a character of the alphabet."""
+    """Draw one dot per character of the alphabet."""
     names = sorted(needed, key=lambda name: needed[name])
     axis.plot(range(len(names)), [needed[name] for name in names], "o")
     axis.set_xticks(range(len(names)), [SIGNS.get(one, one) for one in names])

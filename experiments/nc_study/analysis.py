@@ -1,4 +1,4 @@
-"""What is measured once, of a trained network: its features of some images, and the Jacobian of its last block."""
+"""Measurements of a trained network: its features of some images, and the Jacobian of its last block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shown_features(network: ResNet18, data: StudyData) -> dict[str, np.ndarray]:
 
 
 def last_block_radius(network: ResNet18, data: StudyData) -> SpectralRadius | None:
-    """Spectral radius at the first training images of every class, where it is finite; None for no fixed point."""
+    """Spectral radius at the first training images of every class, if it is finite; None without a fixed point."""
     if not isinstance(network.last, deqfast.DEQBlock):
         return None
     chosen = _first_images(data, RADIUS_IMAGES)
@@ -41,14 +41,16 @@ def last_block_radius(network: ResNet18, data: StudyData) -> SpectralRadius | No
 
 
 def _first_images(data: StudyData, total: int) -> Tensor:
-    """Indices of the first training images of every class, at most `total`, equally many where the class has them."""
+    """Indices of the first training images of every class, at most `total`, equally many if the class has them."""
     each = max(1, total // data.classes)
     return torch.cat([(data.train_labels == label).nonzero()[:each, 0] for label in range(data.classes)])
 
 
 def spectral_radius(network: ResNet18, images: Tensor) -> Tensor:
-    """(B,) largest modulus of the eigenvalues of df/dz at each image's fixed point, by power iteration on the
-    transposed Jacobian: the mean growth over the steps after the first few, which also holds for a complex pair."""
+    """Spectral radii (B,) of df/dz at each image's fixed point, by power iteration on the transposed Jacobian.
+
+    The estimate is the mean growth after the first few steps, which is also right for a complex pair.
+    """
     with torch.no_grad():
         x = network.trunk(network.stem(images))
         z = network.last(x)

@@ -1,4 +1,4 @@
-"""The course of a study script, from its command line to its last printed line."""
+"""Course of a study script, from its command line to its last printed line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .training import train
 
 
 def main(study: str, description: str | None, argv: Sequence[str] | None = None) -> int:
-    """Run a study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C or
+    """Run a study. The exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after Ctrl-C or
     SIGTERM."""
     settings = parse(study, description, argv)
     again = how_to_go_on("" if settings.resume else " --resume")
@@ -35,8 +35,10 @@ def main(study: str, description: str | None, argv: Sequence[str] | None = None)
 
 
 def run_study(asked: Settings) -> int:
-    """Train the networks that the settings name, or go on with them, a run each, and print what came out; 0. With
-    several processes the first one alone has to do with files."""
+    """Train the networks that the settings name, or continue their runs, and print the results; return 0.
+
+    With several processes, only the first one reads and writes files.
+    """
     first = distributed.from_first
     prepare(asked)
     out = Path(asked.out)
@@ -60,8 +62,10 @@ def run_study(asked: Settings) -> int:
 
 
 def prepare(settings: Settings) -> None:
-    """Set the threads, float32 products that are float32, and repeatable kernels: on a CPU all of them, on a GPU
-    cuDNN's. StudyError if a compiler is needed and missing."""
+    """Set the threads, full float32 products, and deterministic kernels: all on a CPU, cuDNN's on a GPU.
+
+    Raises StudyError if a compiler is needed and missing.
+    """
     if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
         raise StudyError("--compile: torch.compile needs a C++ compiler, and neither CXX, c++, g++ nor clang++ is one")
     torch.set_num_threads(settings.threads)
@@ -70,12 +74,12 @@ def prepare(settings: Settings) -> None:
     cudnn.deterministic = True
     if settings.device == "cpu":
         torch.use_deterministic_algorithms(True)
-        # Filling every new tensor with NaN is a debugging aid, not part of being deterministic.
+        # Filling every new tensor with NaN is a debugging aid and not needed for determinism.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def announce(settings: Settings, source: Source, obstacle: str) -> None:
-    """A line each: preset, processes, data and kernel, with the reason where one is not what was asked for."""
+    """Print a line for preset, processes, data and kernel, with the reason if one differs from the request."""
     networks = f"width {settings.width}, {settings.epochs} epochs, learning rate {settings.lr:g}"
     print(f"process {os.getpid()}: kill ends it (a finished epoch is kept), kill -STOP pauses it, kill -CONT goes on")
     print(f"preset: {settings.preset} on {settings.device} ({networks})")
@@ -111,7 +115,7 @@ def conclude(settings: Settings, data: StudyData, run: RunDirectory, kernel: Ker
 
 def show(runs: Sequence[RunDirectory]) -> None:
     """Draw one figure of finished runs of one setting, into the folder of the last, and print their results."""
-    from . import figures  # late: matplotlib takes a second or more, which the first epoch need not wait for
+    from . import figures  # late: matplotlib takes a second or more, and the first epoch need not wait for it
 
     results = [run.result for run in runs]
     write_atomically(runs[-1].figure, figures.course(results))

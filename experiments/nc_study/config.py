@@ -1,4 +1,4 @@
-"""The settings of a study: one frozen dataclass, the presets that fill it in, and the command line over it."""
+"""Settings of a study: one frozen dataclass, the presets that fill it in, and the command line over it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """An entry of the paper's tables: a data set with an imbalance, which is None, None for balanced classes."""
+    """Entry of the paper's tables: a data set with an imbalance; both numbers are None for balanced classes."""
 
     dataset: str
     majority: int | None = None
@@ -52,27 +52,27 @@ class Setting:
 
     @property
     def classes(self) -> int:
-        """Number of classes; `auto` ends in one of the data sets with ten."""
+        """Number of classes; `auto` chooses a data set with ten."""
         return CLASSES.get(self.dataset, 10)
 
     @property
     def majority_classes(self) -> int:
-        """How many of the first classes form the majority; all of them where they are balanced."""
+        """Number of the first classes that form the majority; all of them if they are balanced."""
         return self.classes if self.majority is None else self.majority * self.classes // 10
 
     @property
     def imbalance(self) -> str:
-        """Its name where the data are known."""
+        """Name of the imbalance, without the data set."""
         return "balanced" if self.majority is None else f"({self.majority},{10 - self.majority}) R = {self.ratio}"
 
     @property
     def slug(self) -> str:
-        """That name as part of a file's."""
+        """That name in a form for file names."""
         return "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of a run that name it."""
+        """Options of a run that select this setting."""
         imbalance = {} if self.majority is None else {"majority": self.majority, "ratio": self.ratio}
         return {"dataset": self.dataset, **imbalance}
 
@@ -82,12 +82,12 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Checked):
-    """Everything that decides the outcome of one run, and that its record names; a field without a default is filled in
-    by the preset."""
+    """Everything that decides the outcome of one run. Its record names all of it. The preset fills in fields without a
+    default."""
 
     study: str
     drawing: int | None = None
-    """Version of the drawing of the images, where they are drawn."""
+    """Version of the code that draws the images, if they are drawn."""
 
     model: str = option(
         "study",
@@ -197,13 +197,13 @@ class Experiment(Checked):
 
     @property
     def arm(self) -> str:
-        """What is compared: the network, and of a DEQ the gradient too."""
+        """Name of what is compared: the network and, for a DEQ, its gradient."""
         return f"deq-{self.adjoint}" if self.model == "deq" else self.model
 
     @property
     def departures(self) -> dict[str, Any]:
-        """The options whose values are not those of the preset, but for those that `run_name` has of its own, and the
-        device and kernel, which are the machine's."""
+        """Options whose values differ from the preset's. Left out are options that `run_name` writes itself, and device
+        and kernel, which belong to the machine."""
         usual = {spec.name: spec.default for spec in fields(Experiment) if spec.metadata}
         usual |= preset_values(self.preset, self.classes) | {"precision": "fp32"}
         named = {*IMBALANCE, "model", "adjoint", "preset", "seed", "dataset", "device", "kernel"}
@@ -223,7 +223,7 @@ class Experiment(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Experiment):
-    """An experiment with what may change when it is resumed: where its files are and how many threads work."""
+    """Experiment with the options that may change on resuming: folders and threads."""
 
     data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data")
     threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
@@ -232,21 +232,21 @@ class Settings(Experiment):
 
     @property
     def experiment(self) -> Experiment:
-        """The part that decides the outcome."""
+        """Part that decides the outcome."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(Experiment)}
         values["drawing"] = DRAWING if self.dataset.startswith("shapes") else None
         return Experiment(**values)
 
 
 def arm_options(arm: str) -> dict[str, str]:
-    """The options that name an arm (see `Experiment.arm`)."""
+    """Options that select an arm (see `Experiment.arm`)."""
     model, _, adjoint = arm.partition("deq-")
     return {"model": "deq", "adjoint": adjoint} if adjoint else {"model": model}
 
 
 def settings_from(study: str, **given: Any) -> Settings:
-    """Complete settings: what is given, then the preset, then the defaults; device, preset and precision are no longer
-    `auto`."""
+    """Complete settings: the given values, then the preset's, then the defaults. No device, preset or precision is
+    `auto` any more."""
     gpu = torch.cuda.is_available()
     device, preset = given.get("device", "auto"), given.get("preset", "auto")
     if device == "cuda" and not gpu:
@@ -268,13 +268,13 @@ def settings_from(study: str, **given: Any) -> Settings:
 
 
 def preset_values(preset: str, classes: int) -> dict[str, Any]:
-    """The values that a preset fills in for a data set of 10 or 100 classes."""
+    """Values that a preset fills in for a data set of 10 or 100 classes."""
     filled = PRESETS.get(preset, {})
     return {name: value[classes] if isinstance(value, dict) else value for name, value in filled.items()}
 
 
 def shown_presets() -> dict[str, dict[str, Any]]:
-    """The values of every preset that --help shows, those for ten classes."""
+    """Values of every preset for ten classes, which --help shows."""
     return {preset: preset_values(preset, 10) for preset in PRESETS}
 
 

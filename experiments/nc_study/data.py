@@ -31,7 +31,7 @@ CHANNELS = {
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that can be had: its name, why it stands in for another ("" if not), its splits if from files."""
+    """Available data set: its name, why it replaces another one ("" if not), and its splits if they come from files."""
 
     name: str
     reason: str
@@ -68,8 +68,8 @@ class StudyData:
         return scaled.contiguous(memory_format=torch.channels_last)
 
     def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled batches of one epoch, cropped and flipped if the data are to be augmented: a function of (seed,
-        epoch) alone, on every device. Of several processes each gets its share of every batch."""
+        """Shuffled batches of one epoch, cropped and flipped if the data are to be augmented. They depend only on
+        (seed, epoch), on every device. Each of several processes gets its share of every batch."""
         device, total = self.train_images.device, len(self.train_images)
         stream = generator(seed, epoch)
         order = torch.randperm(total, generator=stream).to(device)
@@ -82,8 +82,8 @@ class StudyData:
             yield self.normalise(images), self.train_labels[order[part]]
 
     def plain(self, split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The images of "train" or "test", or this process's share of them, in their order, as they are; if there are
-        none, an empty batch."""
+        """Images of "train" or "test", or this process's share of them, in their order and not augmented. Without any
+        images, an empty batch."""
         mine = distributed.share(0, len(getattr(self, f"{split}_labels")))
         images, labels = (getattr(self, f"{split}_{part}")[mine] for part in ("images", "labels"))
         for start in range(0, max(1, len(images)), batch_size):
@@ -97,7 +97,7 @@ def generator(*key: int) -> torch.Generator:
 
 
 def crop_and_flip(images: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
-    """Image i padded by 4 black pixels, cut to its size at offsets[i] = (row, column), and mirrored where flips[i]."""
+    """Image i padded by 4 black pixels, cut to its size at offsets[i] = (row, column), and mirrored if flips[i]."""
     size, sample = images.shape[-1], torch.arange(len(images), device=images.device)
     windows = F.pad(images, (PAD,) * 4).unfold(2, size, 1).unfold(3, size, 1)  # (N, 3, row, column, size, size)
     cut = windows[sample, :, offsets[:, 0], offsets[:, 1]]
@@ -105,7 +105,7 @@ def crop_and_flip(images: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
 
 
 def class_sizes(settings: Settings) -> list[int]:
-    """Training images of each class: n_A for the first classes and n_A / R for the rest, or n_A for all; of the
+    """Training images of each class: n_A for the first classes and n_A / R for the rest, or n_A for all. With the
     imbalance `exp`, n_A R^(-k / (K - 1)) for k = 0 .. K - 1, at least 1."""
     if settings.imbalance == "exp":
         last, ratio = settings.classes - 1, 1 / (settings.ratio or 1)
@@ -115,8 +115,7 @@ def class_sizes(settings: Settings) -> list[int]:
 
 
 def shuffled_classes(labels: np.ndarray) -> list[np.ndarray]:
-    """The indices of each class, class after class, in the order in which LDAM-DRW takes them, by its random
-    numbers."""
+    """Indices of each class, class after class, in the order of LDAM-DRW, which its random numbers give."""
     random = np.random.RandomState(0)
     found = [np.where(labels == label)[0] for label in range(labels.max() + 1)]
     for indices in found:
@@ -125,8 +124,8 @@ def shuffled_classes(labels: np.ndarray) -> list[np.ndarray]:
 
 
 def select_images(labels: np.ndarray, sizes: list[int], held_out: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training images of each class, the first of LDAM-DRW's order, and of the last `held_out` of each,
-    which are no training images."""
+    """Indices of the training images of each class, the first in LDAM-DRW's order; and of the last `held_out` of each
+    class, which are not trained on."""
     order = shuffled_classes(labels)
     for label, (indices, size) in enumerate(zip(order, sizes, strict=True)):
         if len(indices) < size + held_out:
@@ -137,7 +136,7 @@ def select_images(labels: np.ndarray, sizes: list[int], held_out: int = 0) -> tu
 
 
 def find_source(dataset: str, root: Path) -> Source:
-    """The data set asked for, with its files read; `auto` takes shapes where CIFAR-10 cannot be had, and says why."""
+    """Read the requested data set; `auto` takes shapes if CIFAR-10 is not available, and records why."""
     if dataset.startswith("shapes"):
         return Source(dataset, "")
     name = "cifar10" if dataset == "auto" else dataset
@@ -153,7 +152,7 @@ def find_source(dataset: str, root: Path) -> Source:
 
 
 def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
-    """Select the training and test images that the settings ask for and bring them to the device."""
+    """Select the training and test images of the settings, and copy them to the device."""
     classes, sizes = settings.classes, class_sizes(settings)
     each = settings.test_images // classes
     held_out = each if settings.evaluate == "validation" else 0
@@ -190,11 +189,11 @@ def _first_of_each(labels: np.ndarray, settings: Settings) -> np.ndarray:
 
 
 class _CannotHave(Exception):
-    """Why a data set is neither on disk nor to be had from the network."""
+    """Reason why a data set is neither on disk nor available from the network."""
 
 
 def _read(name: str, root: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Training and test split of the CIFAR files under root, which are unpacked or downloaded if they are not there."""
+    """Training and test split of the CIFAR files under root, which are unpacked or downloaded if they are missing."""
     try:
         from torchvision import datasets
     except (ImportError, RuntimeError) as error:
@@ -209,14 +208,14 @@ def _read(name: str, root: Path) -> list[tuple[np.ndarray, np.ndarray]]:
         _download(kind, root)
     try:
         splits = [kind(str(root), train=train) for train in (True, False)]
-    except RuntimeError as error:  # of a checksum
+    except RuntimeError as error:  # a wrong checksum
         advice = f"restore it, or delete {folder} to have it fetched again"
         raise StudyError(f"a file in {folder} is missing, damaged or not wholly copied: {advice}") from error
     return [(split.data, np.asarray(split.targets, dtype=np.int64)) for split in splits]
 
 
 def _download(kind: Any, root: Path) -> None:
-    """Fetch into a temporary folder first, so that a broken download leaves nothing behind that looks like data."""
+    """Fetch into a temporary folder first, so that a broken download leaves no files that look like data."""
     print(f"downloading {kind.url} to {root}", flush=True)
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(NETWORK_SECONDS)

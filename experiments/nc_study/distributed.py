@@ -1,11 +1,11 @@
-"""One run over several processes, one per GPU: what they share out, add up and agree on. Alone, all of it is trivial.
+"""One run over several processes, one per GPU: how they share work and add results. With one process all is trivial.
 
     torchrun --nproc-per-node 2 experiments/cifar_lt.py ...
 
-Every process works through its share of each batch; losses, counts and gradients are those of the whole batch. On GPUs
-so are the statistics of batch normalisation (torch's SyncBatchNorm), hence the numbers are those of one process, to
-rounding. SyncBatchNorm knows no CPU: processes on CPUs take the statistics of their own share, and the first one's
-running statistics count. The first process alone prints and writes files.
+Every process computes its share of each batch; losses, counts and gradients are those of the whole batch. On GPUs the
+statistics of batch normalisation are too (torch's SyncBatchNorm), so the numbers equal those of one process, to
+rounding. SyncBatchNorm does not support CPUs: there each process uses the statistics of its own share, and the first
+one's running statistics count. Only the first process prints and writes files.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
-    """The number of processes at work on a run."""
+    """Number of processes of this run."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
 def processes(device: str) -> Iterator[None]:
-    """Join the processes started beside this one, and leave them at the end; only the first one prints to stdout.
-    Nothing happens to a process that stands alone."""
+    """Join the processes started together with this one, and leave them at the end. Only the first one prints to
+    stdout. With a single process nothing happens."""
     if not launched():
         yield
         return
@@ -45,12 +45,12 @@ def processes(device: str) -> Iterator[None]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     with open(os.devnull, "w") as nothing, nullcontext() if is_first() else redirect_stdout(nothing):
         yield
-    dist.destroy_process_group()  # only in good order: after an error it would wait for the others
+    dist.destroy_process_group()  # only without an error: after one it would wait for the others
 
 
 def from_first(function: Callable[..., T], *arguments: Any) -> T:
-    """What `function`, called in the first process alone, returns: the same in all. A StudyError is raised there, and
-    the others leave without a word."""
+    """Call `function` in the first process only, and return its result in all of them. A StudyError is raised there,
+    and the others exit silently."""
     if not dist.is_initialized():
         return function(*arguments)
     outcome: list[Any] = [None, None]
@@ -66,14 +66,15 @@ def from_first(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def share(start: int, stop: int) -> slice:
-    """This process's part of start ... stop - 1: consecutive, of equal size but for one, in the order of processes."""
+    """This process's part of start ... stop - 1: consecutive parts in the order of processes; sizes differ by one at
+    most."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     total = stop - start
     return slice(start + total * rank // size, start + total * (rank + 1) // size)
 
 
 def total(part: Tensor) -> Tensor:
-    """The sum of the processes' tensors, the same bits in all of them."""
+    """Sum of the processes' tensors, with the same bits in all of them."""
     if not dist.is_initialized():
         return part
     part = part.clone()
@@ -82,7 +83,7 @@ def total(part: Tensor) -> Tensor:
 
 
 def gather(part: Tensor) -> Tensor:
-    """The processes' tensors, put together along their first dimension in the order of processes."""
+    """Tensors of all processes, concatenated along the first dimension in the order of processes."""
     if not dist.is_initialized():
         return part
     parts: list[Any] = [None] * world_size()
@@ -91,7 +92,7 @@ def gather(part: Tensor) -> Tensor:
 
 
 def parallel(network: nn.Module) -> nn.Module:
-    """The network to train with: itself, or one that averages the gradients of the processes."""
+    """Network to train with: itself, or one that averages the gradients of the processes."""
     if not dist.is_initialized():
         return network
     if next(network.parameters()).is_cuda:
@@ -100,6 +101,6 @@ def parallel(network: nn.Module) -> nn.Module:
 
 
 def share_statistics(network: nn.Module) -> None:
-    """Give every process the first one's running statistics, in which only processes on CPUs differ."""
+    """Give every process the first one's running statistics, which differ between processes on CPUs only."""
     for buffer in network.buffers() if dist.is_initialized() else ():
         dist.broadcast(buffer, 0)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from .record import CENTRED, Curves, RunResult
 
-matplotlib.use("Agg")  # no window, whatever the machine has
+matplotlib.use("Agg")  # no window, on any machine
 
 # Each arm's name in text, colour and marker.
 ARMS = {
@@ -36,15 +36,15 @@ plt.rcParams.update({"figure.constrained_layout.w_pad": 0.1, "figure.constrained
 
 
 def course(results: Sequence[RunResult]) -> bytes:
-    """A PNG of the course of one setting's arms."""
+    """PNG of the training course of one setting's arms."""
     one = results[0]
     heading = f"{one.setting}, width {one.settings.width}, seed {one.settings.seed}"
     return png(study_figure({heading: {result.arm: [result.network.curves] for result in results}}))
 
 
 def png(figure: Figure) -> bytes:
-    """Make a PNG of at most 128 colours, a third of the bytes and no difference that one sees: the same bytes for the
-    same figure. It is closed afterwards."""
+    """Make a PNG of at most 128 colours, with a third of the bytes and no visible difference. The same figure gives the
+    same bytes. It is closed afterwards."""
     content, small = io.BytesIO(), io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     plt.close(figure)
@@ -55,7 +55,7 @@ def png(figure: Figure) -> bytes:
 
 def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
     """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), centred NC2 and NC3 against epoch,
-    from the curves of each seed of each arm. With more than one seed a line is their mean, and the band their range."""
+    from the curves of each seed of each arm. With several seeds, a line is their mean and the band their range."""
     labels = ("NC1", "NC2 centred", "NC3 centred")
     figure = plt.figure(figsize=(12.5, 3.4 * len(rows)), layout="constrained")
     parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)[:, 0]
@@ -83,7 +83,7 @@ def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of `comparison`. `series`: values by arm and seed, the first one's dots filled, a second one's hollow.
+    """Panel of `comparison`. `series`: values by arm and seed; the first one has filled dots, a second one hollow dots.
     `intervals`: of the first series, by arm. `printed`: the paper's values, by arm. `references`: lines by name."""
 
     label: str
@@ -94,8 +94,8 @@ class Panel:
 
 
 def comparison(rows: Mapping[str, Sequence[Panel]]) -> Figure:
-    """Draw a row of panels for each heading, arms side by side: a dot for each seed, those of a seed joined, the mean
-    as a dash, the interval beside it; the explicit network's mean across, dashed."""
+    """Draw a row of panels for each heading, with the arms next to each other. A seed is a dot for each arm, joined by
+    a line. A dash is the mean, with the interval next to it. The dashed line is the explicit network's mean."""
     figure = plt.figure(figsize=(13.5, 3.4 * len(rows)), layout="constrained")
     parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)[:, 0]
     for part, (heading, panels) in zip(parts, rows.items(), strict=True):
@@ -128,7 +128,7 @@ def _compare(axis: Axes, panel: Panel) -> None:
     for name, value in panel.references.items():
         axis.axhline(value, color="black", lw=0.8, ls=":")
         axis.text(len(arms) - 0.55, value, name, fontsize="x-small", ha="right", va="bottom")
-    low, high = axis.get_ylim()  # of an interval that leaves the percentages, what lies among them
+    low, high = axis.get_ylim()  # if an interval exceeds the percentages, only what lies within them
     axis.set(ylabel=panel.label, xlim=(-0.5, len(arms) - 0.5), ylim=(max(low, -1), min(high, 101)))
     axis.set_xticks(range(len(arms)), [ARMS[arm][0].replace(", ", "\n") for arm in arms], fontsize="x-small")
     axis.grid(axis="y", alpha=0.3)
@@ -159,7 +159,7 @@ def features_figure(
         _embedding(above, points, labels * 10 // classes, majority * 10 // classes)
         length = np.linalg.norm(points, axis=1, keepdims=True)
         unit = points / np.where(length > 0, length, 1)
-        # Few colours, so that the picture's file stays small.
+        # Few colours, so that the file stays small.
         picture = below.imshow(unit @ unit.T, vmin=-1, vmax=1, cmap=plt.get_cmap("RdBu_r", 33), interpolation="none")
         border = np.searchsorted(labels, majority) - 0.5
         below.axhline(border, color="black", lw=1.6)
@@ -170,8 +170,8 @@ def features_figure(
 
 
 def _embedding(axis: Axes, features: np.ndarray, tenths: np.ndarray, majority: int) -> None:
-    """Draw the same t-SNE every time, with a colour for each tenth of the classes."""
-    from sklearn.manifold import TSNE  # late: it takes seconds, and a figure of a run's course does without
+    """Draw a reproducible t-SNE, with a colour for each tenth of the classes."""
+    from sklearn.manifold import TSNE  # late: it takes seconds, and figures of a run's course do not need it
 
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
     points = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)

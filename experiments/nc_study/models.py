@@ -1,4 +1,4 @@
-"""The networks: a CIFAR ResNet-18, the same with its last residual block turned into a fixed point, and two between."""
+"""Networks: a CIFAR ResNet-18, the same with its last residual block turned into a fixed point, and two in between."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOLVERS = {"broyden": deqfast.Broyden, "anderson": deqfast.Anderson, "picard": d
 
 
 class Output(NamedTuple):
-    """What a network returns: logits (B, K), pooled features (B, D), and the Solution if its last block solves."""
+    """Output of a network: logits (B, K), pooled features (B, D), and the Solution if its last block solves."""
 
     logits: Tensor
     features: Tensor
@@ -29,9 +29,10 @@ class Output(NamedTuple):
 
 
 class Conv2d(nn.Conv2d):
-    """A 3x3 or 1x1 convolution without bias. Under bfloat16 autocast on a CPU without instructions for it, float32
-    kernels compute the same, a whole step ten times faster: operands and gradients are rounded to bfloat16, products
-    are summed in float32, and sums are rounded."""
+    """Convolution 3x3 or 1x1 without bias. Under bfloat16 autocast on a CPU without instructions for it, float32
+    kernels
+    compute the same, and a whole step is ten times faster: operands, sums and gradients are rounded to bfloat16, and
+    products are summed in float32."""
 
     def __init__(self, channels_in: int, channels: int, size: int = 3, stride: int = 1) -> None:
         super().__init__(channels_in, channels, size, stride, padding=size // 2, bias=False)
@@ -42,18 +43,17 @@ class Conv2d(nn.Conv2d):
         stride = self.stride[0]
         if self.kernel_size == (1, 1):
             # The same pixels. On a CPU with AVX2 and no AVX512, the gradient of oneDNN 3.12's strided 1x1 convolution
-            # writes past its buffers if the channels are no multiple of 8.
+            # writes past its buffers unless the channels are a multiple of 8.
             x, stride = x[:, :, ::stride, ::stride], 1
         if self.native or not torch.is_autocast_enabled("cpu"):
             return F.conv2d(x, self.weight, None, stride, self.padding)
         with torch.autocast("cpu", enabled=False):
-            x, weight = (one.bfloat16().float() for one in (x, self.weight))  # whose gradients are rounded by it, too
+            x, weight = (one.bfloat16().float() for one in (x, self.weight))  # the rounding also rounds their gradients
             return F.conv2d(x, weight, None, stride, self.padding).bfloat16()
 
 
 class BasicBlock(nn.Module):
-    """ReLU(BN(conv(ReLU(BN(conv x)))) + shortcut(x)) with two 3x3 convolutions, and with `ending` a GroupNorm after
-    it."""
+    """ReLU(BN(conv(ReLU(BN(conv x)))) + shortcut(x)) with two 3x3 convolutions, followed by a GroupNorm if `ending`."""
 
     def __init__(self, channels_in: int, channels: int, stride: int = 1, ending: bool = False) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class BasicBlock(nn.Module):
 
 
 class Once(nn.Module):
-    """A cell evaluated a single time, from 0, where a solve begins: with a linear cell the identity, the first term of
-    the fixed point's series."""
+    """Cell evaluated a single time, from 0, where a solve begins. With a linear cell it is the identity, the first term
+    of the fixed point's series."""
 
     def __init__(self, cell: deqfast.ResidualCell) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class Once(nn.Module):
 class ResNet18(nn.Module):
     """ResNet-18 for 32x32 images: 3x3 stem, four stages of w, 2w, 4w, 8w channels, mean pool, classifier without bias.
 
-    `last` makes the last block from its number of channels. It is made after all else, so that two networks of one
-    seed start from the same values everywhere but there.
+    `last` makes the last block from its number of channels. It is made after all other modules, so that two networks of
+    one seed have the same initial values everywhere else.
     """
 
     def __init__(self, classes: int, width: int, last: Callable[[int], nn.Module]) -> None:
@@ -104,9 +104,9 @@ class ResNet18(nn.Module):
     def forward(self, images: Tensor) -> Output:
         """Normalised images (B, 3, 32, 32) to logits, features and solution."""
         x = self.trunk(self.stem(images))
-        # Under bfloat16 autocast f resolves too little for a tolerance of 1e-3: at width 8 steps 241 to 360 took 14.0
-        # evaluations a sample and 95.8 % converged, against 11.7 and 99.8 % with the solve in float32. What networks
-        # are compared by is computed alike in all of them.
+        # Under bfloat16 autocast f resolves too little for a tolerance of 1e-3. At width 8, steps 241 to 360 took 14.0
+        # evaluations per sample and 95.8 % converged, against 11.7 and 99.8 % with the solve in float32. The part by
+        # which networks are compared is computed alike in all of them.
         with torch.autocast(x.device.type, enabled=False):
             if isinstance(self.last, deqfast.DEQBlock):
                 z, solution = self.last(widened(x), return_solution=True)
@@ -117,12 +117,12 @@ class ResNet18(nn.Module):
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor in float32 if it was in less."""
+    """Return the tensor in float32 if its precision is lower."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def build(settings: Settings) -> ResNet18:
-    """The network that the settings name, with the initial values of their seed."""
+    """Make the network that the settings name, with the initial values of their seed."""
     model = settings.model
 
     def last(channels: int) -> nn.Module:
@@ -131,13 +131,13 @@ def build(settings: Settings) -> ResNet18:
             nn.init.constant_(block.norm2.weight, settings.scale)
             return block
         cell = deqfast.ResidualCell(channels, GROUPS, kernel=settings.kernel)
-        nn.init.constant_(cell.norm1.weight, settings.scale)  # x is added before norm2, to what this scales
+        nn.init.constant_(cell.norm1.weight, settings.scale)  # x is added before norm2, to the output of this norm
         if model == "once":
             return Once(cell)
         solver = SOLVERS[settings.solver](rtol=settings.tol, max_iter=settings.max_iter)
         adjoint = deqfast.Implicit(solver) if settings.adjoint == "implicit" else settings.adjoint
-        # On a GPU, finding the samples that still run would wait for the device. How solves end is counted and
-        # recorded: no warnings.
+        # On a GPU, finding the samples that still run would wait for the device. The statuses of solves are counted and
+        # recorded, so warnings are off.
         compact = settings.device == "cpu" and settings.adjoint != "unrolled"
         return deqfast.DEQBlock(cell, solver, adjoint, kernel=settings.kernel, drop_converged=compact, warn=False)
 
@@ -153,12 +153,12 @@ def build(settings: Settings) -> ResNet18:
 
 
 def count_parameters(network: nn.Module) -> int:
-    """How many parameters a network has."""
+    """Number of parameters of a network."""
     return sum(one.numel() for one in network.parameters())
 
 
 def choose_kernel(requested: str, device: str) -> tuple[str, str]:
-    """The name of the kernel to use on a device, and why it is not the one requested ("" if it is)."""
+    """Name of the kernel to use on a device, and why it differs from the requested one ("" if it does not)."""
     try:
         return ops.choose_kernel(requested, torch.device(device)).name, ""
     except RuntimeError as error:
@@ -167,7 +167,7 @@ def choose_kernel(requested: str, device: str) -> tuple[str, str]:
 
 @torch.no_grad()
 def project(network: ResNet18, e_w: float | None, e_h: float | None) -> None:
-    """Scale the weights back into (1/K) sum |w_k|^2 <= e_w and |convolutions of the last block| <= e_h, where given."""
+    """Scale the weights back into (1/K) sum |w_k|^2 <= e_w and |convolutions of the last block| <= e_h, if given."""
     if e_w is not None:
         rows = network.classifier.weight
         _shrink([rows], (e_w * rows.shape[0]) ** 0.5)

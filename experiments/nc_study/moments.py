@@ -1,8 +1,8 @@
-"""What the metrics of neural collapse are functions of, saved with every measurement: a run's moments.npz.
+"""Moments from which all metrics of neural collapse follow, saved with every measurement: a run's moments.npz.
 
 Arrays by name, the measurements along the first dimension; of K classes and D features:
 
-- epoch (E,): after which epoch
+- epoch (E,): the epoch before the measurement
 - counts (E, K): training images of each class, those with a feature that is not finite left out; a class without
   any has means of 0, no part in M, and an undefined variance
 - means (E, K, D): class means of the features, mu_k
@@ -10,7 +10,7 @@ Arrays by name, the measurements along the first dimension; of K classes and D f
 - scatter (E, K, K): P^T Sigma_W P, where P (D, K) is the pseudo-inverse of the centred class means M (K, D) and Sigma_W
   the within-class covariance, (1/N) sum_i (h_i - mu_{y_i})(h_i - mu_{y_i})^T. Its trace is NC1, and M^T scatter M is
   Sigma_W in the span of the centred class means. Unlike singular vectors, P has no sign to choose.
-- weight (E, K, D): the classifier's, which has no bias
+- weight (E, K, D): the classifier's weight; it has no bias
 
 All but epoch and counts are float32, rounded from float64.
 """
@@ -31,7 +31,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @torch.no_grad()
 def moments(features: Tensor, labels: Tensor, weight: Tensor) -> Arrays:
-    """The entries of one measurement, without its epoch: of features (N, D), labels (N,) and a classifier (K, D)."""
+    """Entries of one measurement, without its epoch, for features (N, D), labels (N,) and a classifier (K, D)."""
     kernel = choose_kernel("auto", features.device)
     samples, stats = class_means(Samples.grouped(features, labels, len(weight)), kernel)
     seen, inverse = stats.counts > 0, torch.zeros_like(stats.means.T)
@@ -55,6 +55,6 @@ def moments(features: Tensor, labels: Tensor, weight: Tensor) -> Arrays:
 
 
 def joined(before: Arrays | None, epoch: int, entries: Arrays) -> Arrays:
-    """What was saved before, None if nothing, and one more measurement."""
+    """Append one measurement to those saved before (None if there are none)."""
     added = {name: one[None] for name, one in ({"epoch": np.array(epoch)} | dict(entries)).items()}
     return {name: np.concatenate([before[name], one]) for name, one in added.items()} if before else added

@@ -1,5 +1,5 @@
-"""What Sun & Shi (NeurIPS 2024, arXiv 2410.23391) print: the numbers of Tables 1 to 4, the settings behind each
-table and figure, and every claim that the layer-peeled problems can judge."""
+"""Numbers printed by Sun & Shi (NeurIPS 2024, arXiv 2410.23391): Tables 1 to 4, the settings of each table and figure,
+and every claim that the layer-peeled problems can judge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .record import Accuracy, Spread
 
 RATIOS = (10, 50, 100)
 DATA_SETS = {"cifar": ("cifar10", "cifar100")}
-"""What --dataset may name beside a single data set."""
+"""Value of --dataset in addition to single data sets."""
 
 # (K_A, R); the balanced case has neither.
 Imbalance = tuple[int | None, int | None]
@@ -67,7 +67,7 @@ def _numbers() -> dict[Setting, dict[str, Accuracy]]:
 
 
 PAPER = _numbers()
-"""Setting to network to the accuracy in percent: mean and deviation over the last ten epochs."""
+"""Accuracy in percent by setting and network: mean and deviation over the last ten epochs."""
 
 INCONSISTENT = frozenset(
     {
@@ -80,12 +80,12 @@ INCONSISTENT = frozenset(
 
 
 def on_cifar(setting: Setting) -> Setting:
-    """The paper's setting of the same imbalance and number of classes: shapes stand in for CIFAR."""
+    """Setting of the paper with the same imbalance and number of classes: shapes replace CIFAR."""
     return replace(setting, dataset="cifar10" if setting.classes == 10 else "cifar100")
 
 
 def differences(experiment: Experiment, without: Collection[str] = ()) -> list[str]:
-    """What makes a run another experiment than the paper's, but for the options named; empty if nothing."""
+    """Differences of a run from the paper's experiment, except the options in `without`; empty if there are none."""
     found = []
     if experiment.dataset.startswith("shapes"):
         found.append(f"{experiment.dataset}, not CIFAR")
@@ -99,7 +99,7 @@ def differences(experiment: Experiment, without: Collection[str] = ()) -> list[s
         "weight_decay": 5e-4,
         "scale": 1.0,
     }
-    # The bounds are the paper's; how it kept them it does not say.
+    # The bounds are the paper's; it does not say how it kept them.
     wanted |= {name: 0.01 for name in ("e_w", "e_h") if getattr(experiment, name) is not None}
     for name, value in {**wanted, **preset_values("paper", experiment.classes)}.items():
         if name not in ("metrics_every", *without) and getattr(experiment, name) != value:
@@ -108,7 +108,7 @@ def differences(experiment: Experiment, without: Collection[str] = ()) -> list[s
 
 
 def settings_of(tables: str | None, figures: str | None, dataset: str) -> list[Setting]:
-    """The settings behind comma-separated numbers, or "all", of tables and figures, each once, in the paper's order.
+    """Settings of comma-separated numbers, or "all", of tables and figures, each once, in the paper's order.
 
     With dataset "cifar" the tables take both CIFAR sets and the figures, as in the paper, CIFAR-10.
     """

@@ -17,7 +17,7 @@ ARMS = ("explicit", "explicit-norm", "once", "deq-jfb", "deq-implicit")
 PAIR = ("explicit", "deq-implicit")
 PRESET = "study"
 MACHINE = ("data_root", "threads", "out", "device", "kernel")
-"""The options that the protocol leaves to whoever runs it."""
+"""Options that the protocol does not fix."""
 
 TUNED = ("lr", "weight_decay", "scale")
 GRID: dict[str, tuple[float, ...]] = dict(zip(TUNED, ((0.03, 0.1, 0.3), (5e-4, 2e-3), (1.0, 0.3)), strict=True))
@@ -31,7 +31,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Block:
-    """Runs of the list: a setting's arms under some seeds, and the options in which they are not the preset's."""
+    """Runs of the list: a setting's arms under some seeds, and the options that differ from the preset's."""
 
     setting: Setting
     seeds: range
@@ -45,17 +45,17 @@ def _cifar10(majority: int | None, ratio: int | None, seeds: range, *rest: Any) 
 
 PRECISION_CHECK = _cifar10(3, 10, range(2), PAIR, {"precision": "fp32"})
 PRECISION_POINTS = 2.0
-"""By how much the difference between its arms may differ between the precisions."""
+"""Largest difference between the precisions, of the difference between its arms."""
 
 SEEN, FRESH = range(3), range(3, 6)
-"""Seeds that were seen under the first recipe, and those that were not."""
+"""Seeds seen under the first recipe, and seeds not seen."""
 B_ARMS = tuple(arm for arm in ARMS if arm != "deq-jfb")
 PRIMARY = (
     _cifar10(3, 10, range(6), B_ARMS),
     _cifar10(3, 100, SEEN, B_ARMS),
     _cifar10(5, 100, SEEN, B_ARMS),
 )
-"""The runs of recipe B on which the verdicts rest."""
+"""Runs of recipe B that decide the verdicts."""
 
 
 def _tuned(lr: float, weight_decay: float, scale: float = 1.0) -> Options:
@@ -74,19 +74,19 @@ LIST = (
     Block(Setting("cifar100", 3, 10), range(1), PAIR, RECIPE_B),
     *(_cifar10(majority, 100, SEEN, ("explicit",), _tuned(0.1, 2e-3)) for majority in (3, 5)),
 )
-"""The runs of the amendments."""
+"""Runs of the amendments."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is expected of the difference between two arms in a quantity (see `NetworkResult.quantity`)."""
+    """Expectation on the difference between two arms in a quantity (see `NetworkResult.quantity`)."""
 
     name: str
     arm: str
     control: str
     quantity: str
     expected: str
-    """Of the arm, compared with the control: "higher" or "lower"."""
+    """Direction of the arm, compared with the control: "higher" or "lower"."""
     source: str
 
 
@@ -104,7 +104,7 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of the grid and the validation accuracy (percent, mean over classes) after its last epoch: None if its
+    """Trial of the grid, and the validation accuracy (percent, mean over classes) after its last epoch. None if its
     loss was not finite."""
 
     arm: str
@@ -115,21 +115,21 @@ class Trial:
 
     @property
     def values(self) -> dict[str, float]:
-        """The options that were tried."""
+        """Options of the trial."""
         return {name: getattr(self, name) for name in TUNED}
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The trials that are finished, and of every arm the values chosen, once all are."""
+    """Finished trials and, once all are finished, the values chosen for every arm."""
 
     trials: tuple[Trial, ...]
     chosen: dict[str, dict[str, float]]
 
 
 def choose(trials: list[Trial]) -> Tuning:
-    """The values of every arm's trial with the highest validation accuracy, of equal ones the first in the grid;
-    no choice before all trials are there, or where none was finite."""
+    """Choose for every arm the values of the trial with the highest validation accuracy, or the first of several in the
+    grid. Nothing is chosen before all trials are finished, or if none was finite."""
     complete = len(trials) == len(ARMS) * len(list(product(*GRID.values())))
     chosen = {}
     for arm in ARMS if complete else ():
@@ -144,24 +144,24 @@ def tuning() -> Tuning:
     """The trials and the values chosen by them; StudyError if the trials are not over."""
     found = read_record(TUNING, Tuning, "python experiments/study.py --tune makes it")
     if not found.chosen:
-        raise StudyError(f"{TUNING}: not all trials are over, python experiments/study.py --tune goes on with them")
+        raise StudyError(f"{TUNING}: not all trials are finished: python experiments/study.py --tune continues them")
     return found
 
 
 def tuned() -> dict[str, dict[str, float]]:
-    """The values chosen for every arm; StudyError if the trials are not over."""
+    """Values chosen for every arm; raises StudyError if the trials are not finished."""
     return tuning().chosen
 
 
 def trials() -> Iterator[Options]:
-    """The options of every trial: any first part of them is fair to all arms."""
+    """Options of every trial, in an order whose every beginning is fair to all arms."""
     for values in product(*GRID.values()):
         for arm in ARMS:
             yield _options(TRIAL_SETTING, TRIAL_SEED, arm) | TRIAL | dict(zip(GRID, values, strict=True))
 
 
 def runs() -> Iterator[Options]:
-    """The options of every run of the amended list in its order, all arms of a seed together."""
+    """Options of every run of the amended list in its order, all arms of a seed together."""
     for block in LIST:
         for seed in block.seeds:
             for arm in block.arms:
@@ -173,25 +173,25 @@ def _options(setting: Setting, seed: int, arm: str) -> Options:
 
 
 def of_first_list(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
-    """Return whether a run is of the list before the amendments: on a CPU, with what the trials chose for its arm, in
-    bfloat16 or, as a check, in float32."""
+    """Return whether a run is of the list before the amendments. It ran on a CPU, with the values that the trials
+    chose for its arm, in bfloat16 or, as a check, in float32."""
     run = experiment.seed in SEEN and experiment.majority is not None and experiment.device == "cpu"
     return run and experiment.arm in chosen and _is_preset_but_for(experiment, chosen[experiment.arm])
 
 
 def of_recipe_b(experiment: Experiment) -> bool:
-    """Whether a run is one on CIFAR-10, in bfloat16, of an arm that has recipe B."""
+    """Return whether a run is on CIFAR-10, in bfloat16, of an arm that has recipe B."""
     return experiment.arm in B_ARMS and experiment.precision == "bf16" and _is_preset_but_for(experiment, RECIPE_B)
 
 
 def counts(experiment: Experiment) -> bool:
-    """Return whether a run is one of those on which the verdicts rest, all of which were made on a GPU."""
+    """Return whether a run decides the verdicts; all such runs were made on a GPU."""
     blocks = (block for block in PRIMARY if block.setting == experiment.setting and experiment.seed in block.seeds)
     return of_recipe_b(experiment) and experiment.device == "cuda" and any(blocks)
 
 
 def _is_preset_but_for(experiment: Experiment, values: Mapping[str, float]) -> bool:
-    """Whether a run has these values, and the preset's elsewhere, but for the precision."""
+    """Return whether a run has these values, and otherwise the preset's, with any precision."""
     apart = experiment.departures.keys() - {*TUNED, "precision"}
     preset = experiment.preset == PRESET and experiment.dataset == "cifar10" and not apart
     return preset and all(getattr(experiment, name) == one for name, one in values.items())

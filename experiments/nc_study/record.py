@@ -1,5 +1,5 @@
-"""What a run writes down, as types: a line per epoch, and the result. Files are read back by the same types, so that a
-damaged one, or one of another format, is an error that names the place."""
+"""Records of a run, as types: a line per epoch, and the result. Files are read back by the same types, so that a
+damaged one, or one of another format, raises an error that names the place."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from runs.provenance import Recorded
 
 from .config import Experiment, Setting
 
-FORMAT = 5  # rises when what a run writes changes a name or a meaning
+FORMAT = 5  # increased when a name or a meaning in a record changes
 AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
 GROUPS = ("overall", "majority", "minority")
 SHOTS = ("many", "medium", "few")
 """Classes of more than 100 training images, of 20 to 100, and of fewer (Liu et al., CVPR 2019)."""
 LATE = {name: f"{name}, last epochs" for name in GROUPS}
-"""The names of the accuracies' means over the last epochs."""
+"""Names of the accuracies' means over the last epochs."""
 COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
 CENTRED = ("nc2_centered", "nc3_centered")
 SOLVER_MEANS = ("iterations", "residual", "converged")
 SOLVER_COUNTS = ("max_iter", "nonfinite", "stalled", "skipped")
 
 Number = float | None
-"""A number that may be undefined: a mean of nothing, a metric of coinciding class means."""
+"""Number that may be undefined: a mean without terms, a metric of coinciding class means."""
 
 Curves = dict[str, tuple[int | float | None, ...]]
-"""The course of a training as columns by name, a value for each epoch: see `results.curves`."""
+"""Course of a training as columns by name, with a value for each epoch: see `results.curves`."""
 
 Collapse = dict[str, int | float | None]
-"""The fields of `deqfast.NCResult` of the training images, None where a metric is not defined."""
+"""Fields of `deqfast.NCResult` of the training images; None if a metric is not defined."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value; the deviation of a single one is 0."""
+        """Spread of at least one value; the deviation of a single one is 0."""
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
 
     def __str__(self) -> str:
@@ -60,8 +60,8 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class SolverSummary:
-    """Means over the samples solved (residual: relative, of the finite ones; converged: a share of 1), and how many
-    ended in which way or were skipped, left out of the loss. A run has means of its epochs."""
+    """Means over the solved samples (residual: relative, of the finite ones; converged: a share of 1). Then the numbers
+    of samples by their ending, or left out of the loss as skipped. A run has means of its epochs."""
 
     iterations: Number
     residual: Number
@@ -82,14 +82,14 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.train + self.test + self.metrics
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The line of a finished epoch. Accuracies are in percent, of the test images but for the training's, and None
-    where these were not evaluated; loss and training accuracy are None if no sample was kept."""
+    """Line of a finished epoch. Accuracies are in percent, of the test images except the training accuracy, and None if
+    they were not evaluated. Loss and training accuracy are None if no sample was kept."""
 
     epoch: int
     lr: float
@@ -108,7 +108,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class SpectralRadius:
-    """Radius of the Jacobian df/dz at the fixed points of some training images, and the classes of these."""
+    """Radius of the Jacobian df/dz at the fixed points of some training images, and their classes."""
 
     labels: tuple[int, ...]
     values: tuple[float, ...]
@@ -116,8 +116,8 @@ class SpectralRadius:
 
 @dataclass(frozen=True)
 class NetworkResult:
-    """What came of one network: `accuracy` is that of the last `epochs_averaged` epochs, all else is after the last
-    one."""
+    """Result of one network. `accuracy` is the mean over the last `epochs_averaged` epochs, everything else is after
+    the last one."""
 
     parameters: int
     accuracy: Accuracy
@@ -129,8 +129,8 @@ class NetworkResult:
     spectral_radius: SpectralRadius | None
 
     def quantity(self, name: str) -> Number:
-        """What a claim is about, after the last epoch: an accuracy by the name of its group, or a metric of neural
-        collapse; or an accuracy's mean over the last epochs."""
+        """Quantity of a claim, after the last epoch. It is an accuracy by the name of its group, a metric of neural
+        collapse, or an accuracy's mean over the last epochs."""
         if name in LATE.values():
             spread = getattr(self.accuracy, name.partition(",")[0])
             return spread.mean if spread else None
@@ -139,7 +139,7 @@ class NetworkResult:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel asked for, the one used, and why it is another one (None if it is not)."""
+    """Kernel requested, kernel used, and why they differ (None if they do not)."""
 
     requested: str
     used: str
@@ -160,13 +160,13 @@ class RunResult(Recorded):
 
     @property
     def setting(self) -> Setting:
-        """Its place in the paper's tables."""
+        """Setting of the run, its place in the paper's tables."""
         return self.settings.setting
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What a run that has been started writes first."""
+    """First record of a started run."""
 
     format: int
     settings: Experiment

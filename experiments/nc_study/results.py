@@ -1,4 +1,4 @@
-"""The result of a run, made from its epochs, and the text that ends a run."""
+"""Result of a run, made from its epochs, and the text that ends a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .paper import PAPER, differences, on_cifar
 def run_result(
     settings: Settings, kernel: record.KernelChoice, counts: tuple[int, ...], network: record.NetworkResult
 ) -> record.RunResult:
-    """The record of a run; `counts`: training images of each class."""
+    """Record of a run; `counts`: training images of each class."""
     return record.RunResult(
         format=record.FORMAT,
         arm=settings.arm,
@@ -33,7 +33,7 @@ def run_result(
 def network_result(
     parameters: int, epochs: Sequence[record.Epoch], radius: record.SpectralRadius | None
 ) -> record.NetworkResult:
-    """What came of one network."""
+    """Result of one network."""
     last, final = epochs[-record.AVERAGED :], epochs[-1]
     assert final.nc is not None  # the last epoch has it
     groups = {group: [getattr(epoch, group) for epoch in last] for group in record.GROUPS}
@@ -58,7 +58,7 @@ def network_result(
 
 
 def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
-    """Columns named after the fields of `record.Epoch`, of its `nc` (None where it was not measured) and, of a DEQ, of
+    """Columns named after the fields of `record.Epoch`, of its `nc` (None if it was not measured) and, for a DEQ, of
     the solves in training."""
     shots = (name for name in record.SHOTS if getattr(epochs[-1], name) is not None)
     names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS, *shots)
@@ -77,8 +77,8 @@ def _mean(values: Iterable[record.Number]) -> record.Number:
 
 
 def report(results: Sequence[record.RunResult]) -> str:
-    """The results of one setting's arms as text: accuracy, with the paper's on CIFAR, NC1-NC4, and how the solver
-    fared."""
+    """Results of one setting's arms as text: accuracy, with the paper's on CIFAR, NC1-NC4, and statistics of the
+    solves."""
     settings = results[0].settings
     setting = on_cifar(settings.setting)
     printed = {} if settings.dataset.startswith("shapes") else PAPER.get(setting, {})

@@ -76,8 +76,7 @@ class RunDirectory:
         self.check(settings)
 
     def check(self, settings: Settings) -> None:
-        """StudyError that names the option in which the run that is here, if any, differs from these settings, or if it
-        is not to be resumed."""
+        """Raise StudyError if the run here, if any, has other settings, or is not to be resumed."""
         if before := self.begun:
             check_same(self.path, by_flag(before), by_flag(settings.experiment), settings.resume)
         elif self._checkpoint.exists():

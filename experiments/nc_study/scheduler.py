@@ -1,4 +1,4 @@
-"""The runs of a whole study: which there are, how far they are, and how each is started in a process of its own."""
+"""Runs of a whole study: their settings, their progress, and the processes that do them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 
 class Task(Run):
-    """One run of the study: its settings, its command line, its folder, and the processes that it is run over."""
+    """One run of the study: its settings, command line, folder and number of processes."""
 
     def __init__(self, settings: Settings, arguments: tuple[str, ...], run: RunDirectory, processes: int = 1) -> None:
         super().__init__(run.record)
@@ -36,11 +36,11 @@ class Task(Run):
         return self.run.path.name
 
     def outcome(self) -> str:
-        """The accuracy that the run came to; StudyError if its result cannot be read."""
+        """Test accuracy of the run. Raises StudyError if its result cannot be read."""
         return f"{self.run.result.network.quantity('overall'):.2f} %"
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Begin the run, or go on with it, on the GPUs of its slot; OSError if its folder cannot be written to."""
+        """Begin or continue the run on the GPUs of its slot. Raises OSError if its folder is not writable."""
         self.run.path.mkdir(parents=True, exist_ok=True)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
         script = str(SCRIPTS / f"{self.settings.study}.py")

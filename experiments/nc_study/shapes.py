@@ -1,7 +1,7 @@
-"""A stand-in for CIFAR that needs no files: drawn 32x32 RGB images of ten shapes, or of ten shapes in ten textures.
+"""A stand-in for CIFAR without files: drawn 32x32 RGB images of ten shapes, or of ten shapes in ten textures.
 
-Shapes have two to six lobes, shallow or deep. The colour tells the number of lobes from most others, but not shallow
-from deep; all are turned, stretched and set on a blurred ground, so that a class with few images is hard to tell.
+Shapes have two to six lobes, shallow or deep. The colour gives the number of lobes mostly, but not their depth. All
+shapes are turned, stretched and set on a blurred ground. Classes with few images are therefore hard to learn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-DRAWING = 1  # rises when the same labels and seed give other images: a run goes on only with those it began with
+DRAWING = 1  # increased when the same labels and seed give other images: a run continues only with its first drawing
 SIZE = 32
 CHUNK = 256
 HUE_JITTER = 0.1
@@ -19,9 +19,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def draw_shapes(labels: Array, classes: int, seed: int) -> tuple[Array, Array]:
-    """uint8 images (N, 32, 32, 3) for labels 0..classes-1, and the labels: the same for the same labels and seed.
+    """uint8 images (N, 32, 32, 3) for labels 0..classes-1, and the labels. Labels and seed determine the images.
 
-    Of ten classes the label is the shape and the texture is chance; of a hundred it is 10 * shape + texture.
+    With ten classes the label is the shape and the texture is random; with a hundred it is 10 * shape + texture.
     """
     random = np.random.default_rng(seed)
     shapes, textures = (labels, random.integers(10, size=len(labels))) if classes == 10 else divmod(labels, 10)
@@ -51,7 +51,7 @@ def _draw(shapes: Array, textures: Array, contrast: float, random: np.random.Gen
 
 
 def _coordinates(count: int, random: np.random.Generator) -> tuple[Array, Array, Array]:
-    """Coordinates (N, 32, 32) of every pixel in a system of the shape's own, and its scale (N, 1, 1)."""
+    """Coordinates (N, 32, 32) of every pixel in the shape's own system, and its scale (N, 1, 1)."""
     line = np.linspace(-1, 1, SIZE)
     x = line - random.uniform(-0.2, 0.2, (count, 1, 1))
     y = line[:, None] - random.uniform(-0.2, 0.2, (count, 1, 1))
@@ -77,7 +77,7 @@ def _colours(hue: Array, saturations: tuple[float, float], values: tuple[float, 
 
 
 def _ground(count: int, random: np.random.Generator) -> Array:
-    """(N, 32, 32, 3): four colours, one at each corner, and blends of them between."""
+    """Background (N, 32, 32, 3): four colours, one at each corner, blended in between."""
     corners = [_colours(random.random(count), (0.0, 0.8), (0.1, 1.0), random) for _ in range(4)]
     right = np.linspace(0, 1, SIZE)[:, None]
     down = np.linspace(0, 1, SIZE)[:, None, None]

@@ -1,4 +1,4 @@
-"""Training one network: epochs that depend on (seed, epoch) alone, the skip rule, evaluation and neural collapse."""
+"""Training of one network: epochs that depend only on (seed, epoch), the skip rule, evaluation and neural collapse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DIVERGED = "the loss is no longer finite"
 class SolverTally:
     """Sums over the solves of one pass, kept on the device until they are read."""
 
-    _MEANS = {"iterations": "samples", "residual": "finite", "converged": "samples"}  # and what each is divided by
+    _MEANS = {"iterations": "samples", "residual": "finite", "converged": "samples"}  # and the divisor of each
     _FIELDS = ("samples", "finite", *_MEANS, *SOLVER_COUNTS)
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class SolverTally:
         self._sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def summary(self) -> SolverSummary | None:
-        """The samples of all processes; residuals count where they are finite. None if nothing was solved."""
+        """Summary over the samples of all processes; only finite residuals count. None if nothing was solved."""
         sums = dict(zip(self._FIELDS, distributed.total(self._sums).tolist(), strict=True))
         if not sums["samples"]:
             return None
@@ -76,7 +76,7 @@ class Inference:
 
 
 def usable(solution: deqfast.Solution) -> Tensor:
-    """(B,) bool: the samples that training keeps, those whose solve stayed finite and ended nearer than it began."""
+    """Mask (B,) of the samples that training keeps: their solves stayed finite and ended nearer than they began."""
     return (solution.status != deqfast.Status.NONFINITE) & (solution.residual_rel <= 1)
 
 
@@ -87,26 +87,25 @@ def sample_losses(logits: Tensor, labels: Tensor, kept: Tensor) -> Tensor:
 
 
 def learning_rate(settings: Settings, done: float) -> float:
-    """The rate when a share `done` of the training is over."""
+    """Learning rate when a share `done` of the training is over."""
     if settings.schedule == "constant":
         return settings.lr
     return settings.lr * min(1.0, done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
 
 
 def is_measured(settings: Settings, epoch: int) -> bool:
-    """Whether neural collapse is measured after an epoch, which takes a pass over the training images."""
+    """Return whether neural collapse is measured after an epoch, which takes a pass over the training images."""
     return epoch in (1, settings.epochs) or epoch % settings.metrics_every == 0
 
 
 def is_tested(settings: Settings, epoch: int) -> bool:
-    """Whether the test images are evaluated after an epoch: in those over which accuracy is averaged, and with the
-    metrics. Evaluating a DEQ takes a solve, as a step does."""
+    """Return whether the test images are evaluated after an epoch: in epochs over which accuracy is averaged, and with
+    the metrics. Evaluating a DEQ takes a solve, as a step does."""
     return is_measured(settings, epoch) or epoch > settings.epochs - AVERAGED
 
 
 class Trainer:
-    """The network that the settings name, its optimiser, and the data it is trained on, of which every process takes
-    its share."""
+    """Network that the settings name, its optimiser, and its training data, of which every process takes its share."""
 
     def __init__(self, settings: Settings, data: StudyData) -> None:
         self.settings = settings
@@ -118,12 +117,12 @@ class Trainer:
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
         )
-        # A first step that is skipped would leave the momenta that it makes unset.
+        # If the first step is skipped, the momenta that it makes would stay unset.
         for parameter in self.network.parameters() if settings.momentum else ():
             self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def state(self, epoch: int) -> dict[str, Any]:
-        """All that the epochs after `epoch` depend on."""
+        """State on which the epochs after `epoch` depend."""
         return {"epoch": epoch, "network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -132,8 +131,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def run_epoch(self, epoch: int, progress: tqdm[Any]) -> tuple[Epoch, Arrays | None]:
-        """Train for an epoch; test and measure neural collapse when they are due. The epoch's line, and what the
-        measurement rests on."""
+        """Train for an epoch; test and measure neural collapse when they are due. Return the epoch's line, and the
+        moments of the measurement."""
         start = time.perf_counter()
         trained = self.train_epoch(epoch, progress)
         middle = time.perf_counter()
@@ -146,7 +145,7 @@ class Trainer:
         return Epoch(epoch=epoch, **trained, **tested, nc=collapse, seconds=spent), saved
 
     def train_epoch(self, epoch: int, progress: tqdm[Any]) -> dict[str, Any]:
-        """One pass over the augmented training images; the fields of `Epoch` that come of it."""
+        """Make one pass over the augmented training images; return its fields of `Epoch`."""
         self.network.train()
         device, settings = self.data.train_images.device, self.settings
         tally, sums = SolverTally(device), torch.zeros(3, dtype=torch.float64, device=device)
@@ -155,7 +154,7 @@ class Trainer:
             rate = learning_rate(settings, (epoch - 1 + (step + 0.5) / steps) / settings.epochs)
             self.optimizer.param_groups[0]["lr"] = rate
             sums += self.train_step(images, labels, tally)
-            if progress.update():  # redrawn, a few times a second: only then are the sums fetched from the device
+            if progress.update():  # redrawn a few times per second: only then are the sums fetched from the device
                 shown, _, count = sums.tolist()
                 progress.set_postfix_str(f"epoch {epoch}, loss {shown / max(1, count):.3f}")
         distributed.share_statistics(self.network)
@@ -172,8 +171,8 @@ class Trainer:
         }
 
     def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
-        """A step of the optimiser, if any sample of the whole batch can be kept; loss, right answers and number of this
-        process's samples that are kept. The host waits for nothing but the solve."""
+        """Make a step of the optimiser, if any sample of the whole batch is kept. Return loss, right answers and number
+        of this process's kept samples. The host waits only for the solve."""
         with autocast(self.settings):
             logits, _, solution = self.parallel(images)
         kept = torch.ones_like(labels, dtype=torch.bool)
@@ -183,9 +182,9 @@ class Trainer:
         losses = sample_losses(logits + self.offsets, labels, kept)
         count = distributed.total(kept.sum())
         self.optimizer.zero_grad()
-        # The gradients of the processes are averaged, and this is to be their sum.
+        # The gradients of the processes are averaged, but their sum is needed.
         (losses.sum() * distributed.world_size() / count.clamp(min=1)).backward()
-        # What a GradScaler sets: the fused step is left out on the device where this is 1.
+        # A GradScaler sets this: if it is 1 on the device, the fused step is skipped.
         self.optimizer.found_inf = (count == 0).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         project(self.network, self.settings.e_w, self.settings.e_h)
@@ -194,7 +193,7 @@ class Trainer:
 
     @torch.no_grad()
     def infer(self, split: str) -> Inference:
-        """A pass over "train" or "test" as it is, no sample left out; all of it in every process."""
+        """Make a pass over all samples of "train" or "test", not augmented; every process gets the whole result."""
         self.network.eval()
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for images, labels in self.data.plain(split, EVALUATION_BATCH):
@@ -204,7 +203,7 @@ class Trainer:
         return Inference(*(distributed.gather(torch.cat(column)) for column in zip(*parts, strict=True)))
 
     def measure_collapse(self) -> tuple[Collapse, Arrays]:
-        """NC1-NC4 of the training images, not augmented, under fixed weights, and what these rest on."""
+        """NC1-NC4 of the training images, not augmented, under fixed weights, and their moments."""
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
@@ -214,11 +213,11 @@ class Trainer:
 
 
 def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
-    """Train a network from where the run directory has it to the last epoch; a line and a checkpoint per epoch."""
+    """Train a network from the state in the run directory to the last epoch, with a line and a checkpoint per epoch."""
     trainer = Trainer(settings, data)
     state = distributed.from_first(run.restore)
     done = state["epoch"] if state else 0
-    distributed.from_first(run.cut, done)  # what was logged after the checkpoint
+    distributed.from_first(run.cut, done)  # lines logged after the checkpoint
     if state:
         trainer.load(state)
     if 0 < done < settings.epochs:
@@ -257,8 +256,8 @@ def pace(settings: Settings) -> tuple[float, float]:
 
 
 def accuracies(test: Inference, data: StudyData) -> dict[str, Any]:
-    """The fields of `Epoch` that come of the test images: a group's accuracy is the mean over its classes. Balanced
-    classes have no groups."""
+    """Fields of `Epoch` from the test images. A group's accuracy is the mean over its classes. Balanced classes have no
+    groups."""
     right = torch.bincount(test.labels[test.predictions == test.labels], minlength=data.classes)
     per_class = 100 * right.double() / torch.bincount(test.labels, minlength=data.classes)
     sizes = torch.tensor(data.counts, device=per_class.device)
@@ -277,7 +276,7 @@ def autocast(settings: Settings) -> torch.autocast:
 
 
 def describe(arm: str, line: Epoch, epochs: int) -> str:
-    """A finished epoch in a line."""
+    """Describe a finished epoch in one line."""
     solver, loss = line.train_solver, line.loss
     shown = "every sample was left out" if loss is None else f"loss {loss:.3f}"
     parts = [f"{arm:12} {line.epoch:3}/{epochs}", shown]

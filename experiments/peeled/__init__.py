@@ -1,1 +1,1 @@
-"""Layer-peeled problems of Sun & Shi (NeurIPS 2024): numerical optima, against which the paper's theorems are held."""
+"""Layer-peeled problems of Sun & Shi (NeurIPS 2024): numerical optima, with which the paper's theorems are compared."""

@@ -5,10 +5,10 @@ layer between (`LAYERS`), in float64 and without bias, under
 
     ||W_EX||_F or ||W_DEQ||_F <= E_H,    mean_k ||w_k||^2 <= E_W,    mean_k mean_i ||h_{k,i}||^2 <= E_H.
 
-Which features the last constraint is about, the paper leaves open (`FEATURES`):
+The paper leaves open which features the last constraint is about (`FEATURES`):
 
-- "final": W_EX h0 and z*. So say Definition 2.2 and Appendix B.1.
-- "backbone": h0. So read the steps (21), (32), (43) and (44) of the proofs.
+- "final": W_EX h0 and z*, by Definition 2.2 and Appendix B.1.
+- "backbone": h0, by the steps (21), (32), (43) and (44) of the proofs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 import deqfast
 
 Part = dict[str, Any]
-"""The result of the study, or a part of it."""
+"""Result of the study, or a part of it."""
 
 FEATURES = ("final", "backbone")
 LAYERS = {
@@ -36,21 +36,21 @@ LAYERS = {
     "series": "the sum from i = 1, as (27) prints it",
 }
 
-# Forward, plain iteration is one launch, however long it takes where ||W_DEQ|| is close to 1. Backward, evaluations
-# cost more, and Broyden's method needs few of them on a linear map.
+# Forward, plain iteration is one launch, even if it takes long with ||W_DEQ|| close to 1. Backward, evaluations cost
+# more, and Broyden's method needs few of them on a linear map.
 SOLVER = deqfast.Picard(rtol=1e-13, max_iter=10_000)
 ADJOINT = deqfast.Implicit(deqfast.Broyden(rtol=1e-11, max_iter=200))
 
-ROUND = 200  # steps before L-BFGS starts anew, with the loss in units of the gradient it has by then
+ROUND = 200  # steps before L-BFGS restarts, with the loss in units of the present gradient
 HISTORY = 30
 
 
 class Point(NamedTuple):
-    """The variables, each divided by the radius of its ball."""
+    """Variables, each divided by the radius of its ball."""
 
     classifier: Tensor  # (K, D): W / sqrt(K E_W)
     layer: Tensor  # (D, D): W_EX or W_DEQ / its largest norm
-    features: Tensor  # (N, D): what the constraint is on, h0_{k,i} or final, / sqrt(K n_k E_H)
+    features: Tensor  # (N, D): the constrained features, h0_{k,i} or final, / sqrt(K n_k E_H)
 
 
 def project_ball(tensor: Tensor) -> Tensor:
@@ -61,8 +61,8 @@ def project_ball(tensor: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, labels: Tensor, from_chance: bool) -> Tensor:
     """Return the cross-entropy of each sample, (N,), with `from_chance` minus log K.
 
-    Either is accurate relative to itself, the first also where it is far below 1, the second where it is close to 0:
-    computed as a difference they would lose most of their digits there.
+    Either is accurate relative to itself: the first also if it is far below 1, the second if it is close to 0. A
+    difference would lose most of its digits there.
     """
     differences = logits - logits.gather(1, labels[:, None])
     if from_chance:
@@ -72,9 +72,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, from_chance: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """One of the problems; `shares` are the weights n_k / N of the classes, `samples` the columns that stand for each.
+    """Problem with weights n_k / N (`shares`) of the classes, each represented by a number (`samples`) of columns.
 
-    A column stands for n_k / samples[k] equal samples where these numbers differ. `e_layer` bounds the layer's norm;
+    If n_k and samples[k] differ, a column represents n_k / samples[k] equal samples. `e_layer` bounds the layer's norm;
     None: `e_h` does.
     """
 
@@ -119,12 +119,12 @@ class Problem:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Blocks to leave at their start: with bounded final features any invertible layer loses nothing, as h0 is free
+        """Blocks to leave at their start. With bounded final features no invertible layer loses anything: h0 is free,
         and the layer reaches every feature matrix."""
         return ("layer",) if self.features == "final" else ()
 
     def start(self, seed: int) -> Point:
-        """Draw a point on the boundary of the constraints; an explicit layer that stays as it is is orthogonal."""
+        """Draw a point on the boundary of the constraints; a frozen explicit layer is orthogonal."""
         generator = torch.Generator().manual_seed(seed)
         shapes = (self.classes, self.dimension), (self.dimension,) * 2, (len(self.labels), self.dimension)
         point = Point(*(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes))
@@ -137,7 +137,7 @@ class Problem:
         return point.classifier * math.sqrt(self.classes * self.e_w)
 
     def backbone(self, point: Point) -> Tensor:
-        """Return h0 (N, D); where final features are bounded, the h0 that the layer takes to them."""
+        """Return h0 (N, D); if final features are bounded, the h0 that the layer maps to them."""
         features, layer = point.features * self.radii, self.radius * point.layer
         if self.features == "backbone":
             return features
@@ -174,7 +174,7 @@ class Problem:
 
 
 class Optimum(NamedTuple):
-    """Where the solver ended."""
+    """End of a solve."""
 
     point: Point
     loss: float
@@ -185,8 +185,8 @@ class Optimum(NamedTuple):
 def minimise(problem: Problem, start: Point, steps: int, tolerance: float, frozen: Sequence[str] = ()) -> Optimum:
     """Minimise by L-BFGS over the directions of the blocks; the blocks `frozen` keep their value.
 
-    Each block stays on the boundary of its ball. For W and the features an optimum lies there: the gradient of a
-    cross-entropy never vanishes. Wherever it does not, the residual says so: it is that of the ball.
+    Each block stays on the boundary of its ball. For W and the features an optimum is on the boundary: the gradient of
+    a cross-entropy never vanishes. If an optimum is inside, the residual shows it, because it is the ball's residual.
     """
     free = [name for name in Point._fields if name not in frozen]
     point, taken, last = start, 0, math.inf
@@ -213,7 +213,7 @@ def stationarity(point: Point, gradient: Point, free: Sequence[str], size: float
 def _round(
     problem: Problem, point: Point, free: Sequence[str], size: float, from_chance: bool, steps: int
 ) -> tuple[Point, int]:
-    """Take at most so many steps of L-BFGS on the loss in units of `size`; where it ends, and the steps taken."""
+    """Take at most `steps` steps of L-BFGS on the loss in units of `size`; return the end, and the steps taken."""
     leaves = {name: getattr(point, name).clone().requires_grad_() for name in free}
     optimiser = torch.optim.LBFGS(
         list(leaves.values()),

@@ -1,4 +1,4 @@
-"""The result of the layer-peeled study as tables."""
+"""Result of the layer-peeled study as tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT[NOTHING] = NOTHING
 
 
 def markdown(result: Part) -> str:
-    """Write the result as Markdown: what was solved, and the verdict on each claim under each reading and bound."""
+    """Write the result as Markdown: the solved problems, and the verdict on each claim under each reading and bound."""
     counts = Counter(row["verdict"] for row in result["claims"])
     return render(
         Path(__file__).with_name("layer_peeled.md"),
@@ -37,7 +37,7 @@ def markdown(result: Part) -> str:
 
 
 def local_minima(result: Part) -> list[str]:
-    """Name where the limit part, which solves the same problem at R, ends below the imbalanced part: that was local."""
+    """Name the cases in which the limit part, which solves the same problem at R, ends below the imbalanced part."""
     found = []
     for bounds, other in zip(result["imbalanced"]["bounds"], result["limit"]["bounds"], strict=True):
         for row in other["rows"]:

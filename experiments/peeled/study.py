@@ -1,4 +1,4 @@
-"""Optima of problems (7), (9) and (10) under every bound asked for, and what there is to measure of them."""
+"""Optima of problems (7), (9) and (10) under every given bound, and their measurements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import deqfast
 from . import theory
 from .problem import FEATURES, LAYERS, Optimum, Part, Problem, minimise
 
-LIMIT_COLUMNS = 2  # for each class in the limit, each for half of the class
+LIMIT_COLUMNS = 2  # for each class in the limit, each representing half of the class
 TWO_CLASSES = {"e_w": 1.0, "e_h": 0.75}  # bounds with E_H > 1/2, where (33) is known to fail
 AGREEMENT = 1e-6  # relative difference of log K - loss up to which seeds found the same optimum
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeeledSettings(Checked):
-    """Everything that decides the outcome."""
+    """Options that decide the outcome."""
 
     seeds: str = option("study", "seeds of the starting points, with commas; the best end is reported", "0,1,2")
 
@@ -75,7 +75,7 @@ class PeeledSettings(Checked):
 
     @property
     def bounds(self) -> list[Part]:
-        """Bounds with what E_H is on, each a study of its own: features, e_w and e_h."""
+        """Bounds, and the features that E_H bounds; each is a separate study: features, e_w and e_h."""
         return [{"features": name, "e_w": e_w, "e_h": e_h} for e_w, e_h in self.pairs for name in FEATURES]
 
     @property
@@ -85,7 +85,7 @@ class PeeledSettings(Checked):
 
 
 def run(settings: PeeledSettings) -> Part:
-    """Solve everything; the result as it is written to layer_peeled.json."""
+    """Solve everything; return the result that is written to layer_peeled.json."""
     start = time.perf_counter()
     torch.set_num_threads(settings.threads)
     with tqdm(desc="solves", unit="solve", disable=None) as bar:
@@ -102,7 +102,7 @@ def run(settings: PeeledSettings) -> Part:
 
 
 class Study:
-    """The three parts, each a method that returns its share of the result."""
+    """Three parts, each a method that returns its share of the result."""
 
     def __init__(self, settings: PeeledSettings, bar: tqdm) -> None:
         self.settings, self.bar = settings, bar
@@ -119,8 +119,8 @@ class Study:
         return {"bounds": found, "two_classes": {**TWO_CLASSES, **self._balanced(two)}, "layers": self._layers()}
 
     def _layers(self) -> list[Part]:
-        """Solve the balanced problem with the bound before the layer for every layer, whose norm is at most E_H, or
-        its square, as in (21)."""
+        """Solve the balanced problem with the bound before the layer, for every layer whose norm is at most E_H, or at
+        most its square, as in (21)."""
         settings, rows = self.settings, []
         for e_w, e_h in settings.pairs:
             for bound, e_layer in (("norm", e_h), ("square", math.sqrt(e_h))):
@@ -157,7 +157,7 @@ class Study:
         problems = {model: self._problem(model, bounds, count, count) for model in BOTH}
         solved = {model: self._solve(problem) for model, problem in problems.items()}
         comparisons = {"own optimum": self._compare(problems, solved)}
-        if bounds["features"] == "backbone":  # elsewhere h0 has no scale, so that sharing it settles nothing
+        if bounds["features"] == "backbone":  # with "final", h0 has no scale, so that sharing it settles nothing
             for origin, name in zip(BOTH, ("the explicit model's h0", "the DEQ's h0"), strict=True):
                 h0 = solved[origin][0].point.features
                 shared = {model: self._solve(problem, h0) for model, problem in problems.items()}
@@ -181,7 +181,7 @@ class Study:
         return {"models": models, "cosine_ratios": ratios}
 
     def limit(self) -> Part:
-        """Solve problem (10) for rising R, and for R without bound, where the minority has no weight in the loss."""
+        """Solve problem (10) for rising R, and for R without bound, which gives the minority no weight in the loss."""
         ratios = (*sorted(self.settings.numbers("ratios")), math.inf)
         rows = ({**bounds, "rows": [self._limit(bounds, one) for one in ratios]} for bounds in self.settings.bounds)
         return {"bounds": list(rows)}

@@ -1,19 +1,19 @@
-"""What the paper claims of the layer-peeled problems: closed forms, conditions, and a verdict on each claim.
+"""Claims of the paper about the layer-peeled problems: closed forms, conditions, and a verdict on each claim.
 
-With x = K/(K-1) sqrt(E_W E_H) and a simplex ETF for classifier and features, the loss is log(1 + (K-1) exp(-g x)),
-where g is by how much the layer stretches the features against a norm of sqrt(E_H). Under a constraint on the final
-features g = 1. Under one on h0, a layer with equal singular values on the K-1 dimensions gives g = E_H/sqrt(K-1)
-(explicit) or 1/(1 - E_H/sqrt(K-1)) (DEQ); more than that no ETF can have.
+Let x = K/(K-1) sqrt(E_W E_H). With a simplex ETF for classifier and features, the loss is log(1 + (K-1) exp(-g x)).
+Here g is the factor by which the layer stretches the features, relative to a norm of sqrt(E_H). Under a constraint on
+the final features g = 1. Under one on h0, a layer with equal singular values on the K-1 dimensions gives
+g = E_H/sqrt(K-1) (explicit) or 1/(1 - E_H/sqrt(K-1)) (DEQ). No ETF can have a larger g.
 
-No layer stretches any feature by more than g = E_H (explicit) or 1/(1 - E_H) (DEQ), and with this g the same formula
-bounds the loss of every feasible point: the logits are W A h0 with ||A|| <= g in the spectral norm, so that their
-nuclear norm is at most ||W||_F g ||h0||_F, and over a nuclear ball a simplex ETF is best, by symmetry and convexity.
+No layer stretches any feature by more than g = E_H (explicit) or 1/(1 - E_H) (DEQ). With this g the same formula bounds
+the loss of every feasible point. The logits are W A h0 with ||A|| <= g in the spectral norm, so their nuclear norm is
+at most ||W||_F g ||h0||_F. Over a nuclear ball a simplex ETF is best, by symmetry and convexity.
 
 For small bounds on h0 the ETF need not be the optimum. Let q be the logits' singular values over their sum: ||q|| is 1
-for logits of rank one and 1/sqrt(K-1) for a simplex ETF. With s = sqrt(E_W E_H), to leading order the log K - loss of
-the DEQ is s (1 + E_H ||q||) - s^2 ||q||^2 / 2, as the best layer adds E_H q_i / ||q|| to direction i; it is greatest
-at ||q|| = sqrt(E_H/E_W): at the ETF only from E_W = (K-1) E_H on. The explicit network's is at most s E_H in first
-order, at rank one, where the norm of W_EX is in the one direction that is used.
+for logits of rank one and 1/sqrt(K-1) for a simplex ETF. Let s = sqrt(E_W E_H). To leading order the log K - loss of
+the DEQ is s (1 + E_H ||q||) - s^2 ||q||^2 / 2, as the best layer adds E_H q_i / ||q|| to direction i. It is greatest at
+||q|| = sqrt(E_H/E_W): at the ETF only if E_W >= (K-1) E_H. The explicit network's is at most s E_H in first order. It
+reaches this at rank one, with the whole norm of W_EX in the one direction that is used.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ SAME = 1e-5
 """Relative difference up to which two numbers of two solves count as the same."""
 
 ZERO = 1e-2
-"""What should be 0 and is of order 1 where it is not counts as 0 up to this; solves are some 10 times as accurate."""
+"""Bound below which a number counts as 0 if it is of order 1 otherwise; solves are about 10 times as accurate."""
 
 HOLDS = "holds"
 FAILS = "does not hold"
 CONDITION = "condition not met"
-NOTHING = "says nothing"  # a bound that all points meet, a ratio of two zeros
+NOTHING = "says nothing"  # for a bound that all points meet, or a ratio of two zeros
 ROUNDING = "not distinguishable from rounding"
 
 # Quantities at infinite R, each a key of THEORY.
 LIMIT = tuple(f"majority_{name}" for name in ("nc1", "nc2", "nc2_centered"))
 LIMIT += tuple(f"minority_{name}" for name in ("weight", "feature", "spread"))
-ALIKE = ("majority_nc2", "minority_weight", "minority_feature")  # in which both networks are said to be nearly alike
+ALIKE = ("majority_nc2", "minority_weight", "minority_feature")  # in these both networks are claimed to be nearly alike
 
 
 def etf_stretch(problem: Problem) -> float:
@@ -75,9 +75,9 @@ def closed_form_loss(problem: Problem, stretch: float) -> float:
 def paper_bounds(problem: Problem) -> dict[str, float]:
     """Return (22) of the explicit network or (33) of the DEQ, with the C1 and C2 that Remark B.2 calls best.
 
-    "printed": as it stands. "repaired": its constant taken over from Lemma B.1 instead. (19) turns the lemma
-    log-softmax <= M1 margin + M2 into loss >= -M1 margin + C4, and there -M2 has to stand: the C4 that is printed is
-    M2 / N with C1 and C2 exchanged, a negative number. Repaired, and at the best C1 and C2, the bound is
+    "printed": the bound as printed. "repaired": its constant taken from Lemma B.1 instead. (19) turns the lemma
+    log-softmax <= M1 margin + M2 into loss >= -M1 margin + C4, where C4 must be -M2. The printed C4 is a negative
+    number, M2 / N with C1 and C2 exchanged. Repaired, and at the best C1 and C2, the bound is
     log(1 + (K-1) exp(-margin)), with x for the margin in (22) and 2x in (33).
     """
     others, n = problem.classes - 1, len(problem.labels)
@@ -122,7 +122,7 @@ def gram_distances(means: Tensor, e_h: float) -> dict[str, float]:
 
 
 def cosines(means: Tensor, weight: Tensor) -> list[float | None]:
-    """Return cos(h_k, w_k) of each class; None where a vector has collapsed to less than 1e-5 of the longest of its
+    """Return cos(h_k, w_k) of each class; None if a vector has collapsed to less than 1e-5 of the longest of its
     kind."""
     sizes = [torch.linalg.vector_norm(rows, dim=1) for rows in (means, weight)]
     there = (sizes[0] > SAME * sizes[0].max()) & (sizes[1] > SAME * sizes[1].max())
@@ -187,7 +187,7 @@ def _zero(bounds: Part, key: str, value: float | None, model: str | None = None)
 
 
 def _scale(record: Part) -> float:
-    """Return the size by which losses are told apart: distance from 0 or from log K, whichever is less."""
+    """Return the scale for comparing losses: their distance from 0 or from log K, whichever is less."""
     return min(record["loss"], record["below_chance"])
 
 

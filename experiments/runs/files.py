@@ -1,4 +1,4 @@
-"""Files of runs: written at once or not at all, and read back with an error that names the file."""
+"""Files of runs: written atomically, read with errors that name the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at once or not at all; StudyError if it cannot be."""
+    """Replace the file atomically. Raises StudyError if that fails."""
     try:
         write_bytes(path, content)
     except OSError as error:
@@ -34,15 +34,17 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def to_json(record: Any) -> bytes:
-    """A record as one line of JSON. ValueError if it could not be read back: JSON has no NaN."""
+    """Record as one line of JSON. Raises ValueError if it could not be read back: JSON has no NaN."""
     line = msgspec.json.encode(record)
     msgspec.json.decode(line, type=type(record))
     return line + b"\n"
 
 
 def read_record(path: Path, kind: type[T], remedy: str, version: int = 1) -> T:
-    """The record of a kind that `to_json` wrote; StudyError with a remedy if it is damaged, or of another version of
-    this project: the version of a record without a `format` is 1."""
+    """Read a record of this kind, written by `to_json`. A record without a `format` has version 1.
+
+    Raises StudyError if it is damaged, with a remedy, or if another version of this project wrote it.
+    """
     try:
         content = path.read_bytes()
         if (written := msgspec.json.decode(content, type=dict[str, Any]).get("format", 1)) != version:
@@ -54,14 +56,14 @@ def read_record(path: Path, kind: type[T], remedy: str, version: int = 1) -> T:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Arrays by name as one compressed .npz, atomically."""
+    """Write arrays by name as one compressed .npz, atomically."""
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # a name might be that of an argument; none is
     write_atomically(path, content.getvalue())
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """What `write_arrays` wrote; a damaged file is an error that names it."""
+    """Read what `write_arrays` wrote. Raises StudyError that names a damaged file."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             return dict(stored)
@@ -70,14 +72,14 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """A checkpoint in place of the one before, atomically."""
+    """Replace a checkpoint, atomically."""
     content = io.BytesIO()
     torch.save(state, content)
     write_atomically(path, content.getvalue())
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """What `write_state` wrote, None if there is no such file; a damaged one is an error that names it."""
+    """Read what `write_state` wrote; None without such a file. Raises StudyError that names a damaged one."""
     if not path.exists():
         return None
     try:
@@ -94,7 +96,7 @@ def read_state(path: Path) -> dict[str, Any] | None:
 
 
 def prepare_out(out: Path) -> None:
-    """Make sure, before any work, that files can be made under `out`."""
+    """Check before any work that files can be written under `out`. Raises StudyError if not."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".probe-{os.getpid()}"
@@ -106,7 +108,7 @@ def prepare_out(out: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep a second process out for as long as this one works there; a kill releases it."""
+    """Make the folder, and refuse a second process while this one works there. A kill releases the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")  # noqa: SIM115
@@ -120,8 +122,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: bool = True) -> None:
-    """StudyError if the run that is at `path` was begun with other settings than these, each by the name that is shown,
-    or else if it is not to be resumed."""
+    """Raise StudyError if the run at `path` was begun with other settings, or if it is not to be resumed.
+
+    Settings are by the name that the error shows.
+    """
     for name, value in now.items():
         if before.get(name) != value:
             raise StudyError(

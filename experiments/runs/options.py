@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class StudyError(Exception):
-    """Something the user can put right: printed as one line, without a traceback."""
+    """Error that the user can correct: printed as one line, without a traceback."""
 
 
 class SettingsError(StudyError, ValueError):
-    """An option of a run with a value that makes no sense."""
+    """Option with a value that makes no sense."""
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
+    """Field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -43,7 +43,7 @@ class Checked:
 
 
 def check_field(spec: Field[Any], value: Any) -> None:
-    """SettingsError if the value is not what the field's `option` allows."""
+    """Raise SettingsError if the field's `option` does not allow the value."""
     checks, allowed = spec.metadata, ""
     if value is None:
         return
@@ -59,12 +59,12 @@ def check_field(spec: Field[Any], value: Any) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The command-line option of a field."""
+    """Command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def parsed(kind: type[T], description: str | None, argv: Sequence[str] | None, program: str | None = None) -> T:
-    """Options of a command line; a bad one ends the program with status 2 and a line that names it."""
+    """Options from a command line. A bad one ends the program with status 2 and a line that names it."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=program, description=description, formatter_class=raw)
     add_options(parser, kind)
@@ -80,8 +80,8 @@ def add_options(
     without: Collection[str] = (),
     presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Give the parser the options of a dataclass of settings, but for those named; what is not given is absent from
-    the parser's result. `presets`: the values of the fields without a default, by the name of the preset."""
+    """Add the options of a dataclass of settings to the parser, except those in `without`. An option that is not given
+    is absent from the parser's result. `presets` has the values of fields without a default, by preset."""
     groups: dict[str, Any] = {}
     for spec in fields(settings):
         if not spec.metadata or spec.name in without:
@@ -103,7 +103,7 @@ def add_options(
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
-    """The command line that gives these settings, of which a switch is on or absent."""
+    """Command line for these settings; a switch is either on or absent."""
     words = []
     for name, value in given.items():
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
@@ -111,5 +111,5 @@ def as_arguments(given: Mapping[str, Any]) -> list[str]:
 
 
 def by_flag(options: Any) -> dict[str, Any]:
-    """The values of a dataclass of options by flag, and of its other fields by name."""
+    """Values of a dataclass: of its options by flag, of other fields by name."""
     return {flag_of(spec.name) if spec.metadata else spec.name: getattr(options, spec.name) for spec in fields(options)}

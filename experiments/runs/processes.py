@@ -1,4 +1,4 @@
-"""Several runs at work at a time, each in a process of its own."""
+"""Several runs at a time, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.1
 
 
 class Spawned(SpawnProcess):
-    """A call in a fresh process with one thread; Ctrl-C is for its parent. What the call raises goes to the log."""
+    """Call in a fresh process with one thread. Ctrl-C is for its parent. The log gets what the call raises."""
 
     def __init__(self, name: str, work: Callable[[], object], log: Path) -> None:
         super().__init__(target=_work, args=(name, work, log, _progress_lock()), daemon=True)
@@ -36,7 +36,7 @@ class Spawned(SpawnProcess):
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
-        """The exit status, None as long as it works."""
+        """Exit status; None while it works."""
         return self.exitcode
 
 
@@ -44,8 +44,10 @@ Child = subprocess.Popen[bytes] | Spawned
 
 
 class Run:
-    """A piece of work with a record in a file of its own, which is written last; str() is its name. `slot` is that of
-    its job. A subclass says how it is measured and what it came to."""
+    """Piece of work with a record in a file of its own, which is written last; str() is its name.
+
+    A subclass defines `measure` and `outcome`. `slot` numbers the jobs that run at a time.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.log = path, path.with_suffix(".log")
@@ -56,11 +58,11 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the record was written."""
+        """Return whether the record was written."""
         return self.path.exists()
 
     def start(self) -> Child:
-        """Begin the run, or go on with it, in a process of its own; OSError if it cannot be."""
+        """Begin or continue the run in a process of its own. Raises OSError if that fails."""
         return Spawned(str(self), self.measure, self.log)
 
     def measure(self) -> None:
@@ -68,7 +70,7 @@ class Run:
         raise NotImplementedError
 
     def outcome(self) -> str:
-        """What the finished run came to, in a few words; StudyError if its record cannot be read."""
+        """Result of the finished run in a few words. Raises StudyError if its record cannot be read."""
         raise NotImplementedError
 
 
@@ -76,7 +78,7 @@ R = TypeVar("R", bound=Run)
 
 
 def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
-    """Run what is not finished, `jobs` at a time, in slots from `first_slot` on; why some failed.
+    """Do the unfinished runs, `jobs` at a time, in slots from `first_slot` on; return the reasons of failed ones.
 
     A run that fails stops no other. A KeyboardInterrupt stops all of them.
     """
@@ -119,14 +121,14 @@ def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
 
 
 def tell_failed(script: str, failed: Mapping[R, str]) -> int:
-    """Say in a line each which runs failed; the exit status of the script."""
+    """Print a line for each failed run, and return the exit status of the script."""
     for run, why in failed.items():
         print(f"{script}: {run} failed: {why}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def reason(run: Run, status: int) -> str:
-    """The error line that a failed run printed, else its last line, or the signal that ended it."""
+    """Error line that a failed run printed, else its last line, or the signal that ended it."""
     if status < 0:
         hint = " (out of memory?)" if status == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-status).name}{hint}"
@@ -148,7 +150,7 @@ def _work(name: str, work: Callable[[], object], log: Path, lock: Any) -> None:
 
 @cache
 def _progress_lock() -> Any:
-    """The lock by which the progress bars of all processes take turns."""
+    """Lock with which the progress bars of all processes take turns."""
     return multiprocessing.get_context("spawn").RLock()
 
 
@@ -159,7 +161,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Put off the signals that would raise here until the block is over."""
+    """Delay the signals that would raise until the block ends."""
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     held = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}

@@ -1,4 +1,4 @@
-"""Where a record comes from: machine, versions, commit and time."""
+"""Provenance of a record: machine, versions, commit and time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import deqfast
 from deqfast.testing.records import commit, processor
 
 COMMIT = commit(Path(__file__).parent)
-"""The code that this process runs, as it was when it began."""
+"""Commit of the code at the start of this process."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run took place."""
+    """Machine of a run."""
 
     cpu: str
     cores: int | None
@@ -30,8 +30,9 @@ class Machine:
     gpu: str | None
     processes: int = 1
     bf16: str | None = None
-    """What computed a CPU's products of bfloat16: its "instructions", or "float32 kernels". None if there were none,
-    and in records older than this field, all of which had the instructions."""
+    """How a CPU computed products of bfloat16: by its "instructions", or by "float32 kernels" (see
+    `nc_study.models.Conv2d`). None without such products, and in records older than this field, all of which had the
+    instructions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Recorded:
 
 
 def provenance(threads: int, device: str, processes: int = 1, precision: str = "fp32") -> dict[str, Any]:
-    """The fields of `Recorded`, here and now; `device` is "cpu" or "cuda"."""
+    """Fields of `Recorded` for this machine and time; `device` is "cpu" or "cuda"."""
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     products = "instructions" if multiplies_bf16() else "float32 kernels"
     machine = Machine(
@@ -70,6 +71,7 @@ def provenance(threads: int, device: str, processes: int = 1, precision: str = "
 
 
 def multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for products of bfloat16: without them it is slower than float32."""
+    """Return whether the CPU has instructions for products of bfloat16. Without them bfloat16 is slower than
+    float32."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))

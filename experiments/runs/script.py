@@ -1,4 +1,4 @@
-"""The course of a script: its command line, its errors in a line, and what it says when it is interrupted."""
+"""Course of a script: its command line, its errors in one line, and its message after an interrupt."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .options import StudyError
 
 
 def launched() -> bool:
-    """Whether torchrun, or a launcher that sets the same variables, has started several processes."""
+    """Return whether torchrun, or a launcher that sets the same variables, has started several processes."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints and writes."""
+    """Return whether this is the process that prints and writes."""
     return not launched() or int(os.environ["RANK"]) == 0
 
 
 def command_line() -> str:
-    """The command that started this process, its script by the path from the working directory if that is above it."""
+    """Command that started this process; its script is relative to the working directory if it is below that."""
     start = ["python"]
     if launched():
         start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])]
@@ -31,15 +31,15 @@ def command_line() -> str:
 
 
 def how_to_go_on(added: str = "") -> str:
-    """What to say of runs that were interrupted; `added`: what the command needs to resume them."""
-    return f"what is finished is saved, this goes on with it:\n  {command_line()}{added}"
+    """Message after an interrupt; `added` is what the command needs to resume."""
+    return f"what is finished is saved; this command continues:\n  {command_line()}{added}"
 
 
 def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
-    """Do the work of a script; its exit status. A StudyError becomes a line on stderr and 1; Ctrl-C becomes 130 and a
-    line that says `when_interrupted`.
+    """Do the work of a script and return its exit status. A StudyError becomes a line on stderr and 1. Ctrl-C becomes
+    130 and the line `when_interrupted`.
 
-    SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) are like Ctrl-C.
+    SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) act like Ctrl-C.
     """
 
     def interrupt(*_: object) -> None:

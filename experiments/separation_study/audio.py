@@ -38,7 +38,7 @@ SHARES = {"fitted": 0.8, "validation": 0.1, "unseen": 0.1}  # of the samples
 
 @dataclass(frozen=True)
 class Sizes:
-    """The training, and the name and digest of each WAV file, or a chirp."""
+    """Training, and the name and digest of each WAV file, or a chirp."""
 
     course: Course
     seeds: int
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Result:
-    """The DEQ, then FNNs of as many parameters and of as many FLOPs; of seed 0 the WAV files of the recording and the
+    """DEQ, then FNNs with equal parameters and with equal FLOPs; for seed 0 also the WAV files of the recording and the
     fits, by name."""
 
     networks: tuple[Trained, ...]
@@ -56,7 +56,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound as a task: encoded times x (N, inputs), amplitudes y (N,) of mean 0 and variance 1, the numbers of the
+    """Sound as a task: encoded times x (N, inputs), amplitudes y (N,) of mean 0 and variance 1, the indices of the
     samples in each part, and the part that batches are drawn from."""
 
     x: Tensor

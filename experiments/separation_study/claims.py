@@ -8,20 +8,20 @@ from statistics import fmean
 
 from nc_study.reporting.verdicts import ALPHA, estimate, holm
 
-SEEDS = 5  # fewer decide nothing
+SEEDS = 5  # fewer seeds decide nothing
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not distinguishable"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A row of the table of verdicts: a claim with its verdict, the numbers and seeds that this rests on, and the
+    """Row of the table of verdicts: a claim with its verdict, the numbers and seeds that it is based on, and the
     reason."""
 
     claim: str
     verdict: str
     numbers: str
     seeds: int
-    task: str  # one of frame.SOURCES: what the task it was judged on is
+    task: str  # one of frame.SOURCES: the origin of the task it was judged on
     reason: str
 
 
@@ -32,14 +32,14 @@ def within(value: float, tolerance: float) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim "the first is less than the second" on trained networks, or that it is `greater`. It has the paired
-    differences (first less second, one for each seed) of every task that it is judged on."""
+    """Claim "the first is less than the second" on trained networks, or that it is `greater`. It has the paired
+    differences (first minus second, one for each seed) of every task that it is judged on."""
 
     claim: str
     source: str
     tasks: Sequence[Sequence[float]]
     reason: str
-    judged: bool = True  # False where `reason` says why nothing can be
+    judged: bool = True  # False if `reason` says why nothing can be judged
     greater: bool = False
 
 

@@ -1,8 +1,8 @@
 """Experiment 4: the implicit bias of the diagonal linear DEQ z = diag(w) z + x, f = 1ᵀz = βᵀx with β = 1/(1-w).
 
-Gradient flow on the squared loss is β' = -c βᵖ Xᵀr with p = 4 for the implicit gradient, 3 for JFB's, and p = 1, c = 4
-of the comparator, the diagonal linear network β = u². With h' = β⁻ᵖ it keeps h(β) + c Xᵀv constant, v the integral of
-r = Xβ - y: the limit minimises the Bregman divergence of h from β(0) subject to Xβ = y.
+Gradient flow on the squared loss is β' = -c βᵖ Xᵀr with p = 4 for the implicit gradient and p = 3 for JFB's. The
+comparator, the diagonal linear network β = u², has p = 1 and c = 4. With h' = β⁻ᵖ the flow keeps h(β) + c Xᵀv constant,
+where v is the integral of r = Xβ - y. So the limit minimises the Bregman divergence of h from β(0) subject to Xβ = y.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HORIZON = 40.0  # time of the descents, in the units of their steps
 
 @dataclass(frozen=True)
 class Rule:
-    """The flow β' = -factor βᵖ Xᵀr."""
+    """Flow β' = -factor βᵖ Xᵀr."""
 
     name: str
     power: int
@@ -57,8 +57,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Flow:
-    """Where gradient flow ended. `kkt` is the residual for the flow's own objective, `kkt_paper` for the paper's Q,
-    `kkt_minus` for Q as printed in the rebuttal; relative, so that 1 is the worst."""
+    """End of gradient flow. `kkt` is the residual for the flow's own objective, `kkt_paper` for the paper's Q,
+    `kkt_minus` for Q as printed in the rebuttal. They are relative, so that 1 is the worst."""
 
     rule: str
     initial: float
@@ -73,8 +73,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class Descent:
-    """Where gradient descent through deqfast was at the horizon: its relative distance from the flow at that time, how
-    far the conserved quantity drifted, and the largest difference of the solver's z from x/(1-w)."""
+    """State of gradient descent through deqfast at the horizon. It has the relative distance from the flow, the drift
+    of the conserved quantity, and the largest difference of the solver's z from x/(1-w)."""
 
     rule: str
     step: float
@@ -100,17 +100,17 @@ class DiagonalCell(nn.Module):
         self.weight = nn.Parameter(1 - 1 / beta)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        """Evaluate it for z and x (B, D)."""
+        """Evaluate the cell for z and x (B, D)."""
         return self.weight * z + x
 
     @property
     def beta(self) -> Tensor:
-        """The β of its fixed point, 1/(1-w)."""
+        """Coefficients β = 1/(1-w) of the cell's fixed point."""
         return 1 / (1 - self.weight.detach())
 
 
 def flow(rule: Rule, x: np.ndarray, y: np.ndarray, initial: np.ndarray, until: float = 1e9) -> tuple[np.ndarray, float]:
-    """Integrate until Xβ = y or that time: the end, and the largest relative drift of h(β) + c Xᵀv on the way."""
+    """Integrate until Xβ = y or that time. Return the end, and the largest relative drift of h(β) + c Xᵀv before it."""
     d = len(initial)
 
     def slope(_: float, state: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ def flow(rule: Rule, x: np.ndarray, y: np.ndarray, initial: np.ndarray, until: f
     def fitted(_: float, state: np.ndarray) -> float:
         return float(np.linalg.norm(x @ state[:d] - y) - FITTED * np.linalg.norm(y))
 
-    fitted.terminal = True  # type: ignore[attr-defined]  # how scipy is told to stop there
+    fitted.terminal = True  # type: ignore[attr-defined]  # scipy stops the integration there
     start = np.concatenate([initial, np.zeros(len(y))])
     path = solve_ivp(slope, (0, until), start, method="LSODA", rtol=1e-12, atol=1e-14, events=fitted)
     beta, v = path.y[:d], path.y[d:]
@@ -135,7 +135,7 @@ def kkt_residual(gradient: np.ndarray, x: np.ndarray) -> float:
 
 
 def participation(values: np.ndarray) -> float:
-    """Return (Σ|v|)² / (n Σv²): 1 where all are of one size, 1/n where one alone is not 0."""
+    """Return (Σ|v|)² / (n Σv²): 1 if all have one size, 1/n if only one is not 0."""
     return float(np.abs(values).sum() ** 2 / (len(values) * np.square(values).sum()))
 
 
@@ -158,7 +158,7 @@ def _flow_result(rule: Rule, x: np.ndarray, y: np.ndarray, initial: float, two_s
 
 
 def descend(rule: Rule, x: np.ndarray, y: np.ndarray, step: float) -> Descent:
-    """Run gradient descent on w through a DEQBlock from β = 1, beside the flow; `step` in units of 1/(|X|² max βᵖ)."""
+    """Run gradient descent on w through a DEQBlock from β = 1, and the flow; `step` in units of 1/(|X|² max βᵖ)."""
     inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
     cell = DiagonalCell(torch.ones(x.shape[1], dtype=torch.float64))
     block = deqfast.DEQBlock(cell, SOLVER, ADJOINTS[rule.name])
@@ -188,7 +188,8 @@ def draw(unit: Unit) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure(sizes: Sizes, unit: Unit) -> Result:
-    """Measure all flows of a problem, the two-sided ones on β of both signs, and of the smallest problem descents."""
+    """Measure all flows of a problem, also two-sided ones with β of both signs, and descents of the smallest
+    problem."""
     x, truth = draw(unit)
     y = x @ truth
     flows = [_flow_result(rule, x, y, initial) for rule in RULES for initial in sizes.initials]

@@ -108,7 +108,7 @@ def of_module(
 
 
 class Job(Run):
-    """A unit of an experiment under a preset, with a record below the preset's folder."""
+    """Unit of an experiment with a preset; its record is below the preset's folder."""
 
     def __init__(self, folder: Path, experiment: Experiment, preset: str, unit: Unit) -> None:
         super().__init__(folder / experiment.name / f"{unit}.json")
@@ -116,14 +116,14 @@ class Job(Run):
 
     @property
     def record(self) -> Record:
-        """The unit's record; StudyError if it is damaged, or of other sizes or another version of this project."""
+        """Record of the unit. Raises StudyError if it is damaged, or has other sizes or another version."""
         kind: Any = Record[self.experiment.result]  # type: ignore[name-defined]
         found: Record = read_record(self.path, kind, REMEDY, FORMAT)
         check_same(self.path, found.sizes, msgspec.json.decode(to_json(self.sizes)))
         return found
 
     def outcome(self) -> str:
-        """That the unit is measured; StudyError if its record cannot be read."""
+        """Time of the measurement. Raises StudyError if the record cannot be read."""
         return f"measured, {self.record.finished}"
 
     def measure(self) -> None:
@@ -136,7 +136,7 @@ class Job(Run):
 
 
 def jobs_of(folder: Path, experiment: Experiment, preset: str) -> list[Job]:
-    """Make the job of each unit of an experiment."""
+    """Make a job of each unit of an experiment."""
     return [Job(folder, experiment, preset, unit) for unit in experiment.units(experiment.sizes[preset])]
 
 

@@ -1,8 +1,8 @@
 """Experiment 3: generalisation on the unseen (GOTU), x uniform on {-1, 1}^15 with a part of the domain never seen.
 
-The functions that are learnt are expanded in the Fourier-Walsh basis over all 2^15 points. The canonical hold-out, a
-linear function with x_k frozen to 1, has an exact prediction: with a plain bias b and h' = β⁻ᵖ as in the experiment on
-the diagonal DEQ, gradient flow keeps h(β_k) - c b, and the error on the unseen half is 4 (c_k - β_k)².
+The learnt functions are expanded in the Fourier-Walsh basis over all 2^15 points. The canonical hold-out is a linear
+function with x_k frozen to 1. Its prediction is exact: with a plain bias b and h' = β⁻ᵖ as in the experiment on the
+diagonal DEQ, gradient flow keeps h(β_k) - c b. The error on the unseen half is 4 (c_k - β_k)².
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .summary import by_task, curves, log_ratios
 D = 15
 WIDTH = 16  # of the DEQ; the FNN has as many parameters
 DEPTH = 2
-HELD = 1.5  # coefficient c_k of the frozen coordinate; those of the others are β(0), where they stay
+HELD = 1.5  # coefficient c_k of the frozen coordinate; the other coefficients are β(0) and stay there
 DESCENT = (0.01, 1000)  # step size and steps in the canonical hold-out
 USUAL = {"DEQ": 1.0, "diagonal network": 1e-4}  # β(0) of w = 0, and of the small weights of that literature
-AGREES = 0.05  # relative: what gradient descent of that step size may be off by
+AGREES = 0.05  # relative error of gradient descent at that step size, at most
 
 Coefficients = dict[tuple[int, ...], float]
-"""A function on {-1, 1}^15 by its Walsh coefficients, each by the coordinates of its product."""
+"""Function on {-1, 1}^15 as Walsh coefficients, each with the coordinates of its product."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A function, its minimum-degree interpolator on the seen part, and that part."""
+    """Function, its minimum-degree interpolator on the seen part, and that part."""
 
     coefficients: Coefficients
     interpolator: Coefficients
@@ -69,7 +69,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Error on the unseen half of the canonical hold-out: as predicted, and by gradient descent."""
+    """Error on the unseen half of the canonical hold-out: predicted, and by gradient descent."""
 
     rule: str
     initial: float
@@ -79,8 +79,8 @@ class HoldOut:
 
 @dataclass(frozen=True)
 class Result:
-    """The trained networks, and of each its Walsh energy by degree and its distance from the minimum-degree
-    interpolator, a mean square over all points; or the hold-outs."""
+    """Trained networks, each with its Walsh energy by degree and its distance from the minimum-degree interpolator (a
+    mean square over all points); or the hold-outs."""
 
     networks: tuple[Trained, ...] = ()
     energies: tuple[tuple[float, ...], ...] = ()
@@ -89,14 +89,14 @@ class Result:
 
 
 def cube(d: int = D) -> Tensor:
-    """Return all points of {-1, 1}^d, (2^d, d): coordinate i is -1 where bit i of the row's number is set."""
+    """Return all points of {-1, 1}^d, (2^d, d): coordinate i is -1 if bit i of the row's number is set."""
     bits = torch.arange(2**d)[:, None] >> torch.arange(d) & 1
     return 1 - 2 * bits.to(DOUBLE)
 
 
 def walsh(values: Tensor) -> Tensor:
-    """Transform values (2^d,) at the points of `cube` to Walsh coefficients (2^d,): entry S is that of the product of
-    the coordinates whose bits S has."""
+    """Transform values (2^d,) at the points of `cube` to Walsh coefficients (2^d,). Entry S belongs to the product of
+    the coordinates whose bits are set in S."""
     found, half = values.clone(), 1
     while half < len(values):
         pairs = found.view(-1, 2, half)
@@ -151,7 +151,7 @@ class DiagonalDEQ(nn.Module):
         self.bias = nn.Parameter(torch.zeros((), dtype=DOUBLE))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return f(x), (B,), for x (B, inputs); a solve with each input that is not zero, as f is linear."""
+        """Return f(x), (B,), for x (B, inputs); one solve per nonzero input, because f is linear."""
         basis = torch.eye(2 * x.shape[1], dtype=x.dtype)
         beta = self.block(basis).sum(1)
         return torch.cat([x, -x], 1) @ beta + self.bias
@@ -171,7 +171,7 @@ def predicted_error(rule: Rule, initial: float) -> float:
 
 def hold_out(rule: Rule, initial: float) -> HoldOut:
     """Run gradient descent on 16 points that have the moments of the seen half: columns of a Hadamard matrix, of which
-    the first is both x_k, frozen to 1, and the bias's. The DEQs go through deqfast, the comparator is β = u²."""
+    the first serves x_k, frozen to 1, and the bias. The DEQs go through deqfast, the comparator is β = u²."""
     x = torch.from_numpy(hadamard(D + 1)[:, :D].astype(float))
     target = torch.tensor([HELD, *[initial] * (D - 1)], dtype=DOUBLE)
     start, bias = torch.full((D,), initial, dtype=DOUBLE), torch.zeros((), dtype=DOUBLE, requires_grad=True)
@@ -216,7 +216,7 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
 
 
 def units(sizes: Sizes) -> list[Unit]:
-    """Return a unit for each target and seed, and the canonical hold-out, which has nothing random."""
+    """Return a unit for each target and seed, and the canonical hold-out, which is deterministic."""
     return [*(Unit(name, seed) for name in TARGETS for seed in range(sizes.seeds)), Unit("holdout", 0)]
 
 

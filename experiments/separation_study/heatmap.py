@@ -1,4 +1,4 @@
-"""Experiment 5: how dense the features are that diagonal DEQ, DEQ and FNN learn on the second GOTU task, d = 20."""
+"""Experiment 5: density of the features that diagonal DEQ, DEQ and FNN learn on the second GOTU task, d = 20."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TARGET = TARGETS["f2"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The training."""
+    """Training."""
 
     course: Course
     seeds: int
@@ -43,7 +43,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Result:
-    """The networks and their features."""
+    """Networks and their features."""
 
     networks: tuple[Trained, ...]
     features: tuple[Features, ...]
@@ -72,8 +72,8 @@ class Seen:
 
 
 def magnitudes(network: nn.Module, x: Tensor) -> tuple[float, ...]:
-    """Return the mean magnitude of each of 20 features: z of a DEQ, of the diagonal one what x_i and -x_i give
-    together, and of an FNN the input of its last layer."""
+    """Return the mean magnitude of each of 20 features. The features of a DEQ are its z, of the diagonal DEQ the
+    sums for x_i and -x_i, and of an FNN the inputs of its last layer."""
     with torch.no_grad():
         if isinstance(network, DiagonalDEQ):
             features = network.block(torch.cat([x, -x], 1)).unflatten(1, (2, D)).sum(1)
@@ -86,7 +86,7 @@ def magnitudes(network: nn.Module, x: Tensor) -> tuple[float, ...]:
 
 
 def measure(sizes: Sizes, unit: Unit) -> Result:
-    """Train the three networks; their features before are of the same seed."""
+    """Train the three networks; their features before training have the same seed."""
     makers: dict[str, Callable[[], nn.Module]] = {
         "diagonal linear DEQ": lambda: DiagonalDEQ(D),
         "DEQ": lambda: DEQ(D, D),
@@ -116,7 +116,7 @@ def density(values: tuple[float, ...]) -> tuple[float, float]:
 
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
-    """Judge whether a DEQ's features are denser than the FNN's, and whether training is what makes them so."""
+    """Judge whether a DEQ's features are denser than the FNN's, and whether training makes them so."""
     found = list(results.values())
     dense = {when: [[density(getattr(f, when)) for f in one.features] for one in found] for when in ("before", "after")}
     after = [[ratio for ratio, _ in networks] for networks in dense["after"]]

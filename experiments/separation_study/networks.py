@@ -1,4 +1,4 @@
-"""The networks that are compared, how their sizes are matched, and their training."""
+"""Networks that are compared, the matching of their sizes, and their training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DEQ(nn.Module):
         self.converged = float(solution.converged.double().mean())
         if torch.is_grad_enabled():
             self.evaluations.append(float(solution.iterations.double().mean()))
-            if self.block.backward_solution is not None:  # of the step before
+            if self.block.backward_solution is not None:  # of the previous step
                 self.evaluations[-1] += float(self.block.backward_solution.iterations.double().mean())
         return self.readout(z)[:, 0]
 
@@ -85,8 +85,8 @@ def matched_width(inputs: int, depth: int, budget: float, cost: Callable[[FNN], 
 
 @dataclass(frozen=True)
 class Course:
-    """How every network of an experiment is trained: Adam with a cosine on the mean squared error, on fresh samples in
-    every step, once with each learning rate; the errors are measured `marks` times."""
+    """Training of every network of an experiment: Adam with a cosine on the mean squared error, on fresh samples in
+    every step, once with each learning rate. Errors are measured `marks` times."""
 
     steps: int
     batch: int
@@ -96,7 +96,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Trial:
-    """A learning rate and the validation error that it led to, None where the training broke down."""
+    """Learning rate and its validation error; None if the training broke down."""
 
     rate: float
     validation: float | None
@@ -104,9 +104,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trained:
-    """A network after the trial with the lowest validation error; errors are relative, by name, after each of
-    `steps`. None: not finite, of FLOPs: not counted. `converged` is the share of samples that are solved in the last
-    measurement."""
+    """Network after the trial with the lowest validation error. Errors are relative, by name, after each of `steps`.
+    None: not finite; for FLOPs: not counted. `converged` is the share of solved samples in the last measurement."""
 
     name: str
     parameters: int
@@ -119,17 +118,18 @@ class Trained:
 
     @property
     def loss(self) -> float:
-        """The validation error, in units of the target's mean square under the sampling; infinite if it broke down."""
+        """Validation error, in units of the target's mean square under the sampling; infinite if training broke
+        down."""
         return min((trial.validation for trial in self.trials if trial.validation is not None), default=math.inf)
 
     def error(self, name: str) -> float:
-        """Return the last error of a name, infinite where it is not finite."""
+        """Return the last error of a name; infinite if it is not finite."""
         value = self.errors[name][-1]
         return math.inf if value is None else value
 
 
 class Task(Protocol):
-    """What a network learns."""
+    """Task that a network learns."""
 
     def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
         """Draw x (B, inputs) and f(x) (B,)."""
@@ -139,7 +139,7 @@ class Task(Protocol):
 
     @property
     def scale(self) -> float:
-        """Mean square of the target, in units of which the loss is."""
+        """Mean square of the target, the unit of the loss."""
 
 
 def train(
@@ -151,8 +151,10 @@ def train(
     bound: float | None = None,
     held_out: Task | None = None,
 ) -> tuple[Trained, nn.Module]:
-    """Train the network once with each rate and return the best, by samples drawn as the training's are but apart from
-    them, or of a task of their own; with a bound, no weight is ever larger. Networks of a seed see the same samples."""
+    """Train the network once with each rate and return the best. It is chosen on separate samples, drawn like the
+    training's or by a task of their own. With a bound, no weight is ever larger. Networks of a seed see the same
+    samples.
+    """
     validation = (held_out or task).batch(_generator(seed, 1), 2048)
     trials, best, lowest = [], None, math.inf
     for rate in course.rates:
@@ -182,7 +184,7 @@ def train(
 def _trial(
     network: nn.Module, task: Task, course: Course, rate: float, seed: int, bound: float | None
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Train; before the first step and at every mark its number, and the errors."""
+    """Train; return the step number and the errors before the first step and at every mark."""
     optimiser = torch.optim.Adam(network.parameters(), rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, course.steps)
     generator, every = _generator(seed, 0), max(1, course.steps // course.marks)
@@ -211,5 +213,5 @@ def _generator(seed: int, purpose: int) -> torch.Generator:
 
 
 def finite(value: float) -> float | None:
-    """Return the value, None where it is not finite: JSON has no other."""
+    """Return the value, or None if it is not finite, for which JSON has no number."""
     return value if math.isfinite(value) else None

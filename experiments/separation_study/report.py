@@ -1,4 +1,4 @@
-"""The report on the experiments: verdicts, tables and figures as Markdown and as one page of HTML."""
+"""Report on the experiments: verdicts, tables and figures as Markdown and as one page of HTML."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(experiments: Iterable[Experiment], preset: str, folder: Path, keep: bo
 
 
 def _sections(text: str) -> dict[str, str]:
-    """Divide a report at its titles: what is before the first is under an empty name."""
+    """Divide a report at its titles; the text before the first one has an empty name."""
     start, *parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     return {"": start} | {part.partition("\n")[0].removeprefix("## "): part.rstrip("\n") + "\n\n" for part in parts}
 

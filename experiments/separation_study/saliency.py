@@ -1,8 +1,8 @@
-"""Experiment 7: how broad Grad-CAM's maps are (Selvaraju et al., 2017) of the networks of the CIFAR study.
+"""Experiment 7: breadth of Grad-CAM's maps (Selvaraju et al., 2017) of the networks of the CIFAR study.
 
 The paper and its authors' reply to the reviewers say that a DEQ's maps are broader than an explicit network's.
 
-The control gives the last block and the classifier random weights (Adebayo et al., 2018): maps that survive that show
+The control gives the last block and the classifier random weights (Adebayo et al., 2018). Maps that survive this show
 nothing of what was learnt.
 """
 
@@ -33,9 +33,9 @@ from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Uni
 
 DRAWN_ARMS = ("explicit", "once", "deq-implicit")
 CONTROLS = ("explicit", "explicit-norm", "once")  # what a DEQ is compared with
-OTHER_SEED = 10**6  # is added to a run's seed where weights are random
+OTHER_SEED = 10**6  # added to a run's seed for random weights
 SURVIVES = 0.5  # mean rank correlation with the maps of random weights, above which maps show nothing
-RANDOM = ", random"  # ends the names of what is measured under them
+RANDOM = ", random"  # suffix of the names of measurements under random weights
 EXAMPLES = 6  # images that are shown
 KERNEL = choose_kernel("auto", "cpu")[0]
 
@@ -45,7 +45,7 @@ Runs = Mapping[Unit, tuple[Path, ...]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Test images, what the networks are, and the training of those that are trained here."""
+    """Test images, a description of the networks, and the training of those that are trained here."""
 
     images: int
     seeds: int
@@ -56,7 +56,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Arm:
-    """A network: what `measure_arm` finds, by name, None where all maps are empty; and its maps of the first images."""
+    """Network: the measurements of `measure_arm` by name, None if all maps are empty; and its maps of the first
+    images."""
 
     name: str
     values: dict[str, float | None]
@@ -65,7 +66,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Result:
-    """The arms of one seed on the same images, of which `shown` has the bytes of the first, (32, 32, 3) each."""
+    """Arms of one seed on the same images; `shown` has the bytes of the first images, (32, 32, 3) each."""
 
     images: int
     shown: tuple[bytes, ...]
@@ -79,8 +80,8 @@ def half_mass(maps: np.ndarray) -> np.ndarray:
 
 
 def spread(maps: Tensor, suffix: str = "") -> dict[str, float | None]:
-    """Measure maps (N, H, W): the share that is empty, and over the others the mean entropy in bits, of maps divided by
-    their sums, and the mean number of positions that hold half."""
+    """Measure maps (N, H, W): the share of empty ones and, over the others, two means. These are the entropy in bits of
+    maps divided by their sums, and the number of positions that hold half of a map."""
     flat = maps.flatten(1).double().numpy()
     full = flat[flat.max(1) > 0]
     means: dict[str, float | None] = {"entropy": None, "half": None}
@@ -92,10 +93,10 @@ def spread(maps: Tensor, suffix: str = "") -> dict[str, float | None]:
 @torch.no_grad()
 def explain(network: ResNet18, images: Tensor, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return Grad-CAM's maps (N, H, W) of the last block's output for normalised images (N, 3, 32, 32), and the classes
-    (N,) that they explain: those that the network predicts, where none are given.
+    (N,) that they explain: the predicted ones, unless given.
 
-    A map is relu(Σ_k a_k A_k) of feature maps A_k, with a_k the mean over positions of the logit's gradient: as logits
-    are linear in the means over positions, a_k is the class's weight over their number.
+    A map is relu(Σ_k a_k A_k) of feature maps A_k, with a_k the mean over positions of the logit's gradient. Logits are
+    linear in the means over positions, so a_k is the class's weight over the number of positions.
     """
     features = network.eval().last(network.trunk(network.stem(images)))
     if classes is None:
@@ -105,7 +106,7 @@ def explain(network: ResNet18, images: Tensor, classes: Tensor | None = None) ->
 
 
 def randomised(network: ResNet18, settings: Settings) -> ResNet18:
-    """Make the network with random weights, those of another seed's start, in the last block and the classifier."""
+    """Copy the network, with random weights in the last block and the classifier: the initial ones of another seed."""
     other = build(replace(settings, seed=settings.seed + OTHER_SEED))
     other.stem.load_state_dict(network.stem.state_dict())
     other.trunk.load_state_dict(network.trunk.state_dict())
@@ -246,7 +247,7 @@ SALIENCY = of_module(
 
 def of_runs(folder: Path, root: Path) -> Experiment:
     """Make the experiment on the finished runs below a folder, whose CIFAR files are under root; StudyError if there
-    is none. Of several experiments it is the one that the study's report has first."""
+    are none. Of several experiments it takes the one that the study's report has first."""
     groups = [one for one in collect([folder]).groups if one.experiment.evaluate == "test"]
     if not groups:
         raise StudyError(f"--runs {folder}: there must be a finished run of study.py or cifar_lt.py in it")

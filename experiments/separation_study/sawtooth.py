@@ -1,4 +1,4 @@
-"""Experiment 1: the sawtooth T^(k) of 2^k pieces on [0, 1], T(x) = min(2x, 2 - 2x), and Theorem 1's DEQ, its equal."""
+"""Experiment 1: the sawtooth T^(k) of 2^k pieces on [0, 1], T(x) = min(2x, 2 - 2x), and Theorem 1's equal DEQ."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .frame import DERIVED, EXACT, RECONSTRUCTION, Section, Unit, of_module
 from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, train
 from .summary import best_of, by_task, curves, log_ratios, networks_table
 
-WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that all tasks are within it
+WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that it can represent all tasks
 DEPTHS = (1, 3)  # hidden layers of the FNNs
-NOISE = 1e-3  # deviation of what is added to each weight of the exact DEQ where training starts there
+NOISE = 1e-3  # deviation of the noise on each weight of the exact DEQ, if training starts there
 TEST = 4096
-LEARNT = 0.9  # errors above, in units of the best constant's, are no success of either network
+LEARNT = 0.9  # networks with larger errors, in units of the best constant's, have not learnt the task
 VARIANCE = 1 / 12  # of T^(k) on [0, 1] for every k: the error of the best constant
 TO_THE_LAST_BIT = deqfast.Picard(rtol=0, atol=1e-300, max_iter=50)  # k + 1 evaluations are enough
 EXACT_START = "DEQ from the exact weights"
@@ -33,7 +33,7 @@ last_error = partial(Trained.error, name="test")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Which k, those of them that training also starts from the exact weights of, and the training."""
+    """Values of k, those for which training also starts from the exact weights, and the training."""
 
     ks: tuple[int, ...]
     exact_ks: tuple[int, ...]
@@ -43,7 +43,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Result:
-    """The largest error of the exact DEQ on a dyadic grid, and the trained networks, the DEQ first."""
+    """Largest error of the exact DEQ on a dyadic grid, and the trained networks, the DEQ first."""
 
     exact_error: float
     networks: tuple[Trained, ...]
@@ -57,8 +57,8 @@ def sawtooth(k: int, x: Tensor) -> Tensor:
 
 
 def exact_deq(k: int, width: int) -> DEQ:
-    """Make Theorem 1's DEQ of T^(k), of at least k + 1 units: a unit that holds x, then
-    z_t = relu(2^t x - 1 - Σ_{i<t} 2^(t-i+1) z_i); a readout 2^k x - Σ 2^(k-i+1) z_i."""
+    """Make Theorem 1's DEQ of T^(k), of at least k + 1 units. One unit holds x, the others are
+    z_t = relu(2^t x - 1 - Σ_{i<t} 2^(t-i+1) z_i). The readout is 2^k x - Σ 2^(k-i+1) z_i."""
     network = DEQ(1, width)
     cell, readout = network.block.cell, network.readout
     assert isinstance(cell, deqfast.FCCell)
@@ -75,13 +75,13 @@ def exact_deq(k: int, width: int) -> DEQ:
 
 
 def dyadic_grid(k: int) -> Tensor:
-    """Return (N, 1) points j 2^-(k+2) of [0, 1]: all, kinks and between, or some 2^12 at an odd stride."""
+    """Return points j 2^-(k+2) of [0, 1], (N, 1): all of them, with all kinks, or about 2^12 at an odd stride."""
     stride = 1 if k <= 10 else 2 ** (k - 10) + 1
     return (torch.arange(0, 2 ** (k + 2) + 1, stride, dtype=DOUBLE) * 2.0 ** -(k + 2))[:, None]
 
 
 def exact_error(k: int, solver: Solver = TO_THE_LAST_BIT) -> float:
-    """Return the largest error of Theorem 1's DEQ on the grid, by a solver that is to end where f(z) = z."""
+    """Return the largest error of Theorem 1's DEQ on the grid, by a solver that should end at f(z) = z."""
     network, grid = exact_deq(k, k + 1), dyadic_grid(k)
     network.block = deqfast.DEQBlock(network.block.cell, solver, warn=False)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def exact_error(k: int, solver: Solver = TO_THE_LAST_BIT) -> float:
 
 @dataclass(frozen=True)
 class Sawtooth:
-    """Uniform x and T^(k) of it."""
+    """Task of T^(k) at uniform x."""
 
     k: int
 
@@ -102,7 +102,7 @@ class Sawtooth:
         return x, sawtooth(self.k, x[:, 0])
 
     def errors(self, network: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Measure the mean squared error in units of the best constant's, on samples of their own."""
+        """Measure the mean squared error in units of the best constant's, on separate samples."""
         x, y = self.batch(torch.Generator().manual_seed(2**31), TEST)
         return {"test": float((network(x) - y).square().mean() / VARIANCE)}
 
@@ -117,7 +117,7 @@ def noisy_deq(k: int) -> DEQ:
 
 
 def measure(sizes: Sizes, unit: Unit) -> Result:
-    """Train the DEQ, then FNNs of as many parameters, and of as many FLOPs as its step took."""
+    """Train the DEQ, then FNNs with equal parameters and with the FLOPs of its step."""
     k = int(unit.task[1:])
     learn = partial(train, task=Sawtooth(k), course=sizes.course, seed=unit.seed)
     deq, network = learn("DEQ", lambda: DEQ(1, WIDTH))
@@ -142,7 +142,7 @@ def units(sizes: Sizes) -> list[Unit]:
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge Theorem 1's construction, and for each k what training finds at equal parameters and at equal FLOPs.
 
-    Tasks that no network learns are one claim, without a verdict: pooled with the others they would hide them.
+    Tasks that no network learns are a separate claim without a verdict: pooled, they would hide the others.
     """
     tasks = {task: [one.networks for one in found] for task, found in by_task(results).items()}
     worst = max(result.exact_error for result in results.values())

@@ -25,14 +25,14 @@ from .summary import best_of, by_task, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ; the FNNs have as many parameters
 DEPTHS = (1, 3)
-BOUND = 0.5  # on all weights of a seed's networks, in units of the least largest weight that they reach when free
+BOUND = 0.5  # on all weights of a seed's networks, in units of the smallest of their free largest weights
 POINTS = 2048
-LEARNT = 0.5  # of the zero function's loss: above it no network has learnt much
-SEES = 0.9  # of the zero function's largest error: above it a network has missed the step, whatever its loss
+LEARNT = 0.5  # of the zero function's loss: above this no network has learnt much
+SEES = 0.9  # of the zero function's largest error: above this a network has missed the step, at any loss
 COMPARABLE = math.log10(3)  # losses within this factor count as comparable
 ROUNDING = 1e-9
 SAMPLINGS = ("uniform", "concentrated")
-# Not Picard, which needs some 2^d evaluations at x₁ = 1; a linear map of one unknown is solved in three by these.
+# Picard needs about 2^d evaluations at x₁ = 1; Anderson solves a linear map of one unknown in three.
 SOLVER = deqfast.Anderson(rtol=1e-13, max_iter=50)
 
 
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Result:
-    """The largest error of u's fixed point, the networks trained freely and under a bound, the DEQ first in either."""
+    """Largest error of u's fixed point, and the networks trained freely and under a bound, each with the DEQ first."""
 
     exact_error: float
     free: tuple[Trained, ...]
@@ -67,7 +67,7 @@ def towards_the_step(u: Tensor, delta: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Steep:
-    """Task of one d: x uniform, or in half of the samples with x₁ concentrated where g is steep."""
+    """Task of one d: x uniform, or in half of the samples with x₁ concentrated at the steep part of g."""
 
     d: int
     concentrated: bool
@@ -95,7 +95,7 @@ class Steep:
     def errors(self, network: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Measure the mean squared error under uniform x in units of the zero function's, and the largest error.
 
-        Both on points spread by the density of g, which sees the step; the first weighted back to uniform x.
+        Both use points drawn by the density of g, which covers the step; the first is weighted back to uniform x.
         """
         x = torch.rand(POINTS, self.d, generator=torch.Generator().manual_seed(2**31), dtype=DOUBLE)
         x[:, 0] = towards_the_step((torch.arange(POINTS, dtype=DOUBLE) / (POINTS - 1)), self.delta)
@@ -115,7 +115,7 @@ def exact_error(d: int) -> float:
 
 
 def measure(sizes: Sizes, unit: Unit) -> Result:
-    """Train the DEQ and FNNs of as many parameters, freely, then under one bound on the largest weight."""
+    """Train the DEQ and FNNs with equal parameters, freely, then under one bound on the largest weight."""
     dimension, sampling = unit.task.split("-")
     d = int(dimension[1:])
     learn = partial(train, task=Steep(d, sampling == "concentrated"), course=sizes.course, seed=unit.seed)
@@ -176,7 +176,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
 
 
 def _pairs(found: list[Result], kind: str) -> tuple[Sequence[Trained], Sequence[Trained]]:
-    """Return of each seed the DEQ, and the FNN of the depth with the lowest mean validation loss."""
+    """Return for each seed the DEQ, and the FNN of the depth with the lowest mean validation loss."""
     own, *others = zip(*(getattr(result, kind) for result in found), strict=True)
     return own, best_of(others)
 
@@ -220,7 +220,7 @@ def _idle(tasks: Iterable[str]) -> str:
 
 
 def _shares(found: list[Result]) -> tuple[float, float]:
-    """Return the mean of the bound in units of the free largest weight, of the DEQ and of the FNN that is compared."""
+    """Return the mean of the bound in units of the free largest weight, for the DEQ and the compared FNN."""
     bounded = [one.name for one in found[0].bounded]
     chosen = bounded.index(_pairs(found, "bounded")[1][0].name)
     own, other = (fmean(one.bound / one.free[index].largest_weight for one in found) for index in (0, chosen))

@@ -1,4 +1,4 @@
-"""What sections of experiments share: results by task, tables of trained networks, curves of their errors."""
+"""Common parts of the experiments' sections: results by task, tables of trained networks, curves of their errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Seeds = Sequence[Sequence[Trained]]  # the networks of each seed, in one order
 
 
 def by_task(results: Mapping[Unit, R]) -> dict[str, list[R]]:
-    """Gather the results of every task, a seed each."""
+    """Gather the results of every task, one per seed."""
     tasks: dict[str, list[R]] = {}
     for unit, result in results.items():
         tasks.setdefault(unit.task, []).append(result)
@@ -31,8 +31,8 @@ def best_of(kinds: Iterable[Sequence[Trained]]) -> Sequence[Trained]:
 
 
 def log_ratios(ones: Sequence[Trained], others: Sequence[Trained], value: Callable[[Trained], float]) -> list[float]:
-    """Return log10 of the ratio of a value for each seed; values are bounded to [1e-20, 1e20], so that breaking down
-    and being exact are numbers too."""
+    """Return log10 of the ratio of a value for each seed. Values are clipped to [1e-20, 1e20], so that failed training
+    and zero errors have numbers too."""
 
     def bounded(one: Trained) -> float:
         return min(max(value(one), 1e-20), 1e20)
@@ -41,7 +41,7 @@ def log_ratios(ones: Sequence[Trained], others: Sequence[Trained], value: Callab
 
 
 def spread(values: Iterable[float], digits: str = ".2e") -> str:
-    """Write the median of a value over seeds, and its range where there are several."""
+    """Write the median of a value over seeds, and its range if there are several."""
     ordered = sorted(values)
     between = f" ({ordered[0]:{digits}} to {ordered[-1]:{digits}})" if len(ordered) > 1 else ""
     return f"{median(ordered):{digits}}{between}"
@@ -64,7 +64,7 @@ def networks_table(
 def curves(
     name: str, title: str, source: str, tasks: Mapping[str, Seeds], error: str, label: str, level: float | None = None
 ) -> Picture:
-    """Draw an error of the networks of every task against training steps, the median over seeds, and a level."""
+    """Draw an error of the networks of every task against training steps, as the median over seeds, and a level."""
     figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 3.6), layout="constrained", squeeze=False)
     lines = {}
     for axis, (task, seeds) in zip(axes[0], tasks.items(), strict=True):

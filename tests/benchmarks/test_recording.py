@@ -79,7 +79,7 @@ def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_one_leaves_alo
     target.write_text("whole")
     result = recorded(tmp_path, target, "-p", "interruption")
     assert result.returncode == pytest.ExitCode.INTERRUPTED, result.stdout
-    assert f"record: not written, the run was interrupted: {target}; what there is: {target}.part" in result.stdout
+    assert f"record: not written, the run was interrupted: {target}; the rows so far: {target}.part" in result.stdout
     assert target.read_text() == "whole"
     part = record.read_record(tmp_path / "suite.json.part")
     assert part["rows"] and part["remark"] == "the run did not come to its end"

@@ -92,7 +92,7 @@ def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr("runs.processes.time.sleep", interrupted)
         assert script.main(arguments) == 130
-    assert "this goes on with it" in capsys.readouterr().err
+    assert "this command continues" in capsys.readouterr().err
     done = log.read_text().count("\n")
     time.sleep(0.5)
     assert 1 <= log.read_text().count("\n") == done < 400  # nobody goes on in the background

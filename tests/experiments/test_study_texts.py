@@ -56,15 +56,15 @@ def test_residuals_of_jfb_are_printed_next_to_the_share_that_converged(results):
     assert said in words("docs", "pages", "study.md") and again in words("docs", "pages", "study.md")
 
 
-def sudoku_table(name):
-    """A table of Sudoku: a row of texts by column for each arm."""
+def model_table(name):
+    """A table of an example model: a row of texts by column for each arm."""
     lines = (EXPERIMENTS / "results" / "models" / name).read_text().splitlines()
     header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
 
 
 def test_the_texts_say_what_fresh_puzzles_gave():
-    table = sudoku_table("sudoku-9x9-fresh.md")
+    table = model_table("sudoku-9x9-fresh.md")
     assert {arm: row["seeds"] for arm, row in table.items()} == {"explicit-parameters": "1", "deq": "1"}
     names = ("boards as trained, %", "boards, any start, %", "least residual of 4, %", "evaluations a solve")
     unrolled, deq = ([float(table[arm][name]) for name in names] for arm in ("explicit-parameters", "deq"))
@@ -72,7 +72,7 @@ def test_the_texts_say_what_fresh_puzzles_gave():
         f"{unrolled[0]:.0f}, {unrolled[1]:.0f} and {unrolled[2]:.0f} %, and {deq[1]:.0f} and {deq[2]:.0f} % (one seed)"
     )
     assert f"On 150 fresh puzzles the two solve {short}" in words("README.md")
-    page = words("docs", "pages", "models.md")
+    page = words("docs", "pages", "sudoku.md")
     long = (
         f"solves {unrolled[0]:.1f} % with its ten steps, {unrolled[1]:.1f} % from one start and {unrolled[2]:.1f} % by"
     )
@@ -81,8 +81,8 @@ def test_the_texts_say_what_fresh_puzzles_gave():
     assert f"{long}, and no start converges in {deq[3]:.0f} evaluations" in page
 
 
-def test_readme_tells_the_sudoku_table():
-    table = sudoku_table("sudoku-9x9.md")
+def test_readme_tells_the_model_table():
+    table = model_table("sudoku-9x9.md")
     unrolled, deq = (
         {key: float(value.split()[0]) for key, value in table[arm].items() if value[0].isdigit()}
         for arm in ("explicit-parameters", "deq")
@@ -97,3 +97,102 @@ def test_readme_tells_the_sudoku_table():
     minutes = re.match(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", table["deq"]["minutes a run"])
     said = re.search(r"trained for ([\d.]+) minutes \(([\d.]+) to ([\d.]+)\)", text)
     assert [float(one) for one in said.groups()] == pytest.approx([float(one) for one in minutes.groups()], abs=0.0501)
+
+
+FEATURES = "its features' distance to a simplex (centred NC2; less is nearer)"
+
+
+def rows_of_when():
+    """The cells of each row of the table on the page, by the first two cells."""
+    text = (EXPERIMENTS.parent / "docs" / "pages" / "when.md").read_text()
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    plain = [[re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).strip() for cell in row] for row in rows]
+    named = []
+    for task, other, *cells in plain:
+        task = named[-1][0][0] if task == "the same" else task
+        named.append(((task, other), cells))
+    return dict(named)
+
+
+def test_when_to_use_a_deq_retells_the_verdicts():
+    report = (EXPERIMENTS / "results" / "report" / "report.md").read_text()
+    verdicts = {
+        "A1": ("long-tailed CIFAR-10", "explicit network, same recipe"),
+        "A4": ("long-tailed CIFAR-10", "the cell evaluated once"),
+        "A5": ("long-tailed CIFAR-10", "the explicit block with the DEQ's normalisation"),
+        "N1": (FEATURES, "explicit network"),
+        "N4": (FEATURES, "the explicit block with the DEQ's normalisation"),
+        "N3": (FEATURES, "the cell evaluated once"),
+    }
+    rows = rows_of_when()
+    for claim, place in verdicts.items():
+        _, _, verdict, difference, *_ = (
+            re.search(rf"^\| {claim} *\|.*$", report, re.MULTILINE)[0].strip("|").split(" | ")
+        )
+        gain, _, sure = rows[place]
+        assert gain.removesuffix(" points") == difference.strip() and sure.endswith(f": {verdict.strip()}")
+
+
+def test_when_to_use_a_deq_retells_the_example_models():
+    rows = rows_of_when()
+
+    def mean(name, arm, column):
+        return float(model_table(name)[arm][column].split()[0])
+
+    def least(name, arm, column="minutes a run"):
+        return float(re.search(r"\(([\d.]+) to", model_table(name)[arm][column])[1])
+
+    def difference(column, name, own="deq", other="explicit-parameters", theirs=None, digits=1):
+        found = mean(name, own, column) - mean(name, other, theirs or column)
+        return f"{found:+.{digits}f}" if round(found, digits) else "0.0"
+
+    compute, accuracy = {"other": "explicit-compute"}, "accuracy"
+    far, trained, start = "of 100 nodes", "boards as trained, %", "boards, any start, %"
+    chosen, block = "least residual of 4, %", {"own": "explicit-parameters", "theirs": trained}
+    gains = {
+        ("deblurring", "five unrolled steps"): [difference("PSNR", "restoration.md", **compute, digits=2) + " dB"],
+        ("inpainting", "five unrolled steps"): [difference("PSNR", "restoration-inpaint.md", **compute, digits=2)],
+        ("a class 100 nodes away", "two graph convolutions"): [difference(far, "graphs-chains.md")],
+        ("a class 100 nodes away", "101 unrolled steps"): [difference(far, "graphs-chains.md", **compute)],
+        ("Cora and Citeseer", "two graph convolutions"): [
+            difference(accuracy, f"graphs-{name}.md") for name in ("cora", "citeseer")
+        ],
+        ("Cornell, Texas, Wisconsin", "two graph convolutions"): [
+            difference(accuracy, f"graphs-{name}.md") for name in ("cornell", "texas", "wisconsin")
+        ],
+        ("Sudoku, 9 × 9: a trained block, solved", "the same block's ten steps"): [
+            difference(column, "sudoku-9x9.md", **block) for column in (start, chosen)
+        ],
+        ("Sudoku, 9 × 9: trained as a DEQ", "trained unrolled; both solved, four starts"): [
+            difference(chosen, "sudoku-9x9.md")
+        ],
+        ("Sudoku, 6 × 6: trained as a DEQ", "trained unrolled; both solved"): [difference(start, "sudoku-6x6.md")],
+        ("text: loss per character; less is better", "four separate blocks"): [
+            difference("loss, validation", "text.md", digits=3)
+        ],
+        ("CIFAR-10, 4 epochs", "a ResNet"): [difference(accuracy, "images.md")],
+        ("CIFAR-10, 4 epochs", "the cell, six times"): [difference(accuracy, "images.md", **compute)],
+        ("a cell that always converges", "the same layer without recurrence"): [
+            difference(accuracy, "cells.md", "subhomogeneous", "explicit"),
+            difference(accuracy, "cells.md", "subhomogeneous-connected", "explicit-connected"),
+        ],
+    }
+    for place, numbers in gains.items():
+        said = re.findall(r"[+-][\d.]+|\b0\.0\b", rows[place][0])
+        assert said == [number.removesuffix(" dB") for number in numbers], place
+    seconds = "s an image"
+    costs = {
+        ("deblurring", "five unrolled steps"): mean("restoration.md", "deq", seconds)
+        / mean("restoration.md", "explicit-compute", seconds),
+        ("inpainting", "five unrolled steps"): mean("restoration-inpaint.md", "deq", seconds)
+        / mean("restoration-inpaint.md", "explicit-compute", seconds),
+        ("text: loss per character; less is better", "four separate blocks"): least("text.md", "deq")
+        / least("text.md", "explicit-parameters"),
+        ("CIFAR-10, 4 epochs", "a ResNet"): least("images.md", "deq") / least("images.md", "explicit-parameters"),
+        ("CIFAR-10, 4 epochs", "the cell, six times"): least("images.md", "deq")
+        / least("images.md", "explicit-compute"),
+        ("a class 100 nodes away", "101 unrolled steps"): mean("graphs-chains.md", "deq", "minutes a run")
+        / mean("graphs-chains.md", "explicit-compute", "minutes a run"),
+    }
+    for place, ratio in costs.items():
+        assert rows[place][1].startswith(f"{ratio:.1f} times"), (place, ratio)

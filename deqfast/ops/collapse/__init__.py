@@ -1,9 +1,9 @@
-"""The two passes of neural collapse over the features: ``class_means`` and ``within_class_scatter``.
+"""Ops of neural collapse, the two passes over the features: ``class_means`` and ``within_class_scatter``.
 
 Both read rows of `features` class after class, and leave out the rows that are not listed. torch and cpp compute in
-float64. triton and cuda compute in float64 for float64 features and else in float32: sums of 256 rows at most,
-differences h - mu with mu as a pair of float32, and projections; the rest is float64. `rows` and `offsets` that are out
-of range raise RuntimeError with cpp and are undefined behaviour on a GPU.
+float64, and so do triton and cuda for float64 features. Otherwise triton and cuda compute these in float32: sums of up
+to 256 rows, differences h - mu with mu as a pair of float32, and projections. The rest is float64. `rows` and `offsets`
+that are out of range raise RuntimeError with cpp and are undefined behaviour on a GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ClassMeans:
     """Return `local` (K, D) and `shift` (D,): shift is the first row listed, and local + shift are the class means.
 
     The mean of a class without rows is zero. Sums are of differences to the first row of the class, so that an offset
-    common to its rows costs no digits. Where a feature is not finite, the mean of its class is not, and those of other
-    classes need not be.
+    common to its rows costs no digits. If a feature is not finite, the mean of its class is not finite, and means of
+    other classes may not be finite.
     """
 
     features: Annotated[Tensor, Shaped("N, D", FEATURES, layout="rows")]

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from . import ClassMeans, WithinClassScatter
 
-# Elements of a block of rows: what stays in the cache of a CPU, enough work per launch on a GPU.
+# Elements of a block of rows: they fit into the cache of a CPU, or are enough work per launch on a GPU.
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 _MIN_BLOCK_ROWS = 64  # matrix products of fewer rows are slow
 
 
 def row_blocks(features: Tensor, rows: Tensor, labels: Tensor, width: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (features, labels) of a few of `rows` at a time, split by the shapes and the kind of device alone.
+    """Yield (features, labels) of blocks of `rows`, split only by the shapes and the kind of device.
 
-    labels are those of `rows`; `width` is that of the widest other thing computed per row. The features are a float64
-    copy, free to be overwritten.
+    labels are the labels of `rows`; `width` is the width of the widest other result per row. The features are a float64
+    copy, which the caller may overwrite.
     """
     budget = _BLOCK_ELEMENTS.get(features.device.type, _BLOCK_ELEMENTS["cpu"])
     step = max(_MIN_BLOCK_ROWS, budget // max(features.shape[1], width))
@@ -27,7 +27,7 @@ def row_blocks(features: Tensor, rows: Tensor, labels: Tensor, width: int = 0) -
 
 
 def labels_of(offsets: Tensor, count: int) -> Tensor:
-    """The class of each of `count` grouped rows."""
+    """Return the class of each of `count` grouped rows."""
     return torch.searchsorted(offsets, torch.arange(count, device=offsets.device), right=True) - 1
 
 
@@ -35,7 +35,7 @@ def class_means(a: ClassMeans) -> tuple[Tensor, Tensor]:
     """Class means as local (K, D) + shift (D,), float64.
 
     Class sums are one-hot matrix products, not scattered additions: the same inputs give the same bits. Blocks are
-    widened to float64: it costs little, and autocast and the float32 matmul settings have no say.
+    converted to float64: this costs little, and makes autocast and the float32 matmul settings irrelevant.
     """
     num_classes, dim = len(a.offsets) - 1, a.features.shape[1]
     sums = torch.zeros((num_classes, dim), dtype=torch.float64, device=a.features.device)

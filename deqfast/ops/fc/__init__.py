@@ -1,4 +1,4 @@
-"""The fully connected cell: ``fc_fixed_point``, a whole solve in one launch, and ``fc_vjp``, its backward."""
+"""Ops of the fully connected cell: ``fc_fixed_point``, a whole solve in one launch, and ``fc_vjp``, its backward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ACTIVATION = Range(0, len(ACTIVATIONS) - 1)
 
 @dataclass(frozen=True)
 class FcFixedPoint:
-    """Solve z = act(W z + c) by z <- act(W z + c), with the judgement that ``picard_step`` passes.
+    """Solve z = act(W z + c) by z <- act(W z + c), with the stop rule of ``picard_step``.
 
-    Return `value`, the best iterate, else z0; its `status`; `iterations`, the values of f used; and the relative and
+    Return `value`, the best iterate, else z0; its `status`; `iterations`, the evaluations of f; and the relative and
     absolute `residual` of the value, infinite if f was never finite.
     """
 
@@ -29,7 +29,7 @@ class FcFixedPoint:
     c: Annotated[Tensor, Shaped("B, D", STATE)]  # triton: float32
     z0: Annotated[Tensor, Shaped("B, D", STATE)]  # the start
     activation: Annotated[int, ACTIVATION]
-    max_iter: Annotated[int, Range(1)]  # values of f that a sample may use
+    max_iter: Annotated[int, Range(1)]  # evaluations of f per sample, at most
     rule: StopRule
 
 
@@ -43,7 +43,7 @@ class FcVjp:
 
 
 def _check(op: str, a: FcFixedPoint) -> None:
-    """What the Triton kernel does not hold."""
+    """Raise ValueError for arguments that the Triton kernel does not support."""
     from ...kernels.config import fc_features, shared_memory
 
     limit = fc_features(a.weight.dtype, shared_memory(a.c.device))

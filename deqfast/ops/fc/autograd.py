@@ -1,4 +1,4 @@
-"""The gradient of ``deqfast.fc_fixed_point``."""
+"""Gradient of ``deqfast.fc_fixed_point``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..double_backward import NoDoubleBackward
 
 
 class JacobianFree(torch.autograd.Function):
-    """Forward: the solver's value. Backward: that of act(W z + c) with z fixed; broken samples get no gradient."""
+    """Forward: the solver's value. Backward: the gradient of act(W z + c) with z fixed; none for broken samples."""
 
     @staticmethod
     def forward(

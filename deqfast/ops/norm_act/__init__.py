@@ -1,14 +1,14 @@
-"""The fused parts of ResidualCell: ``norm_act``, ``norm_act_residual`` and their backwards.
+"""Fused ops of ResidualCell: ``norm_act``, ``norm_act_residual`` and their backwards.
 
     out = relu(GN(y))                        norm_act, after the first convolution
     f = GN3(relu(z + GN2(y + x)))            norm_act_residual, after the second
 
 GN is GroupNorm with `groups` groups, variance divided by the number of elements. Sums and everything saved are in
-float64 for float64 data, else in float32, and the variance is taken of centred values.
+float64 for float64 data, else in float32. The variance is the mean square of the centred values.
 
-Everything of shape (B, C, H, W) lies in one memory format, channels_last or, for the C++ kernels, also contiguous;
-results come in it. Groups are independent but for the sums over samples, which are left to the caller: one program
-serves one (sample, group), and nothing depends on batch mates.
+All tensors (B, C, H, W) and all results have one memory format: channels_last or, for the C++ kernels, also contiguous.
+One program computes one (sample, group), independently of all others. The caller adds the parameters' gradients over
+the samples.
 """
 
 from __future__ import annotations

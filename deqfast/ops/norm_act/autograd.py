@@ -1,4 +1,4 @@
-"""The fused parts of ResidualCell as functions of modules, with their gradients."""
+"""Fused parts of ResidualCell as functions of modules, with their gradients."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        saved, kernel, grad = ctx.saved_tensors, ctx.kernel, grads[0]  # saved ones once: a checkpoint refuses more
+        saved, kernel, grad = ctx.saved_tensors, ctx.kernel, grads[0]  # a checkpoint refuses a second read
         tensors, statistics = saved[: ctx.count], saved[ctx.count :]
-        if torch.is_grad_enabled():  # create_graph=True: in plain torch, which can be differentiated in turn
+        if torch.is_grad_enabled():  # create_graph=True: in plain torch, which is differentiable again
             kernel = _TORCH
             _, *statistics = kernel.op(ctx.op)(*tensors, ctx.groups, ctx.eps)
         else:
             grad = grad.contiguous(memory_format=_format_of(tensors[0]))
-        # All but the last bias of norm_act_residual, on which no gradient hangs.
+        # All tensors except the last bias of norm_act_residual, on which no gradient depends.
         first, *more, affine = kernel.op(f"{ctx.op}_backward")(grad, *tensors[:6], *statistics, ctx.groups)
         maps = [first, first, *more] if more else [first]  # y and x of norm_act_residual have one gradient
         return None, None, None, None, *maps, *affine.sum(dim=1)
@@ -42,7 +42,7 @@ def _format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def _call(op: str, kernel: Kernel, norm: nn.GroupNorm, tensors: list[Tensor]) -> Tensor:
-    """The first result of `op`, through the autograd function only where a gradient is asked for."""
+    """Return the first result of `op`; through the autograd function only if a gradient is needed."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Fused.apply(op, kernel, norm.num_groups, norm.eps, *tensors)
     return kernel.op(op)(*tensors, norm.num_groups, norm.eps)[0]
@@ -55,7 +55,7 @@ def _parameters(dtype: torch.dtype, *norms: nn.GroupNorm) -> list[Tensor]:
 
 
 def norm_act(kernel: Kernel, y: Tensor, norm: nn.GroupNorm) -> Tensor:
-    """relu(norm(y)) in the dtype of y, one of ``DTYPES``: what goes into a convolution. y: (B, C, H, W).
+    """relu(norm(y)) in the dtype of y, one of ``DTYPES``, as input of a convolution. y: (B, C, H, W).
 
     The result has the memory format of y, channels_last or contiguous; always channels_last if the kernel needs it.
     """
@@ -72,7 +72,7 @@ def norm_act_residual(
     channels_last if the kernel needs it. Tensors in another format are converted.
     """
     plain_dtype = torch.promote_types(torch.promote_types(x.dtype, z.dtype), y.dtype)
-    in_autocast = z.is_cuda and torch.is_autocast_enabled("cuda")  # runs group_norm in float32; on the CPU it does not
+    in_autocast = z.is_cuda and torch.is_autocast_enabled("cuda")  # only on a GPU it makes group_norm float32
     state_dtype = torch.promote_types(x.dtype, z.dtype)
     if y.dtype != torch.bfloat16 or state_dtype not in (torch.bfloat16, torch.float32):
         y, state_dtype = y.to(plain_dtype), plain_dtype

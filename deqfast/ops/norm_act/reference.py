@@ -1,4 +1,4 @@
-"""The fused parts of ResidualCell in plain torch: the specification of their kernels."""
+"""Ops of ResidualCell in plain torch: the specification of their kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _per_channel(values: Tensor, channels: int) -> Tensor:
-    """(B, groups) to (B, channels, 1, 1)."""
+    """Repeat (B, groups) to (B, channels, 1, 1)."""
     return values.repeat_interleave(channels // values.shape[1], dim=1)[:, :, None, None]
 
 
@@ -22,7 +22,7 @@ def _group_means(a: Tensor, groups: int) -> Tensor:
 
 
 def _normalise(a: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(a - mean) rstd of every group, mean and rstd; in two passes, so that a large mean costs no digits."""
+    """Return (a - mean) rstd of every group, mean and rstd, in two passes, so that a large mean costs no digits."""
     mean = _group_means(a, groups)
     centred = a - _per_channel(mean, a.shape[1])
     rstd = (_group_means(centred.square(), groups) + eps).rsqrt()
@@ -42,7 +42,7 @@ def _masked(grad: Tensor, before_relu: Tensor) -> Tensor:
 
 
 def _norm_backward(grad: Tensor, normal: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
-    """The gradient of what was normalised to `normal`, from that of ``_affine(normal, weight, ...)``."""
+    """Gradient of the input of a normalisation to `normal`, from the gradient of ``_affine(normal, weight, ...)``."""
     groups, channels = rstd.shape[1], grad.shape[1]
     grad = grad * weight[:, None, None]
     mean, slope = _group_means(grad, groups), _group_means(grad * normal, groups)
@@ -51,18 +51,18 @@ def _norm_backward(grad: Tensor, normal: Tensor, weight: Tensor, rstd: Tensor) -
 
 
 def _affine_grads(*norms: tuple[Tensor, Tensor]) -> Tensor:
-    """(2 n, B, C): of every (grad, normal) the gradients of weight and bias, per sample."""
+    """Gradients (2 n, B, C) of weight and bias per sample, for every pair (grad, normal)."""
     return torch.stack([sums for grad, normal in norms for sums in ((grad * normal).sum((2, 3)), grad.sum((2, 3)))])
 
 
 def norm_act(a: NormAct) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(GroupNorm(y)), mean, rstd."""
+    """Return relu(GroupNorm(y)), mean and rstd."""
     normal, mean, rstd = _normalise(a.y.to(_accumulation_dtype(a.y.dtype)), a.groups, a.eps)
     return torch.relu(_affine(normal, a.weight, a.bias)).to(a.y.dtype), mean, rstd
 
 
 def norm_act_backward(a: NormActBackward) -> tuple[Tensor, Tensor]:
-    """The gradient of y, and those of weight and bias per sample. Differentiable."""
+    """Gradients of y and, per sample, of weight and bias. Differentiable."""
     dtype = _accumulation_dtype(a.y.dtype)
     normal = _renormalise(a.y.to(dtype), a.mean, a.rstd)
     g = _masked(a.grad.to(dtype), _affine(normal, a.weight, a.bias))
@@ -70,7 +70,7 @@ def norm_act_backward(a: NormActBackward) -> tuple[Tensor, Tensor]:
 
 
 def norm_act_residual(a: NormActResidual) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """f = GroupNorm3(relu(z + GroupNorm2(y + x))), and the statistics of both normalisations."""
+    """Return f = GroupNorm3(relu(z + GroupNorm2(y + x))), and the statistics of both normalisations."""
     dtype = _accumulation_dtype(a.z.dtype)
     y, x, z = a.y.to(dtype), a.x.to(dtype), a.z.to(dtype)
     normal2, mean2, rstd2 = _normalise(y + x, a.groups, a.eps)
@@ -79,7 +79,7 @@ def norm_act_residual(a: NormActResidual) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def norm_act_residual_backward(a: NormActResidualBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of y + x, that of z, and those of the weights and biases per sample. Differentiable."""
+    """Gradients of y + x, of z and, per sample, of the weights and biases. Differentiable."""
     dtype = _accumulation_dtype(a.z.dtype)
     normal2 = _renormalise(a.y.to(dtype) + a.x.to(dtype), a.mean2, a.rstd2)
     before_relu = a.z.to(dtype) + _affine(normal2, a.weight2, a.bias2)

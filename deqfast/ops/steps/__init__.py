@@ -1,8 +1,7 @@
-"""The steps of the solvers, ``picard_step``, ``multisecant_step`` and ``broyden_step``, and the transposed product of a
-window of pairs, ``multisecant_transposed``.
+"""Ops of the solvers' steps: ``picard_step``, ``multisecant_step``, ``broyden_step``, ``multisecant_transposed``.
 
-They work in place on B samples of D elements, in the dtype of the state. Samples whose status is not 0 are neither read
-nor written. g stands for f(z) - z.
+The first three work in place on B samples of D elements, in the dtype of the state. Samples whose status is not 0 are
+neither read nor written. The last is the transposed product with a window of pairs. g stands for f(z) - z.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ STATE = anchored(torch.float32, torch.float64)
 HISTORY = Dtype({torch.float32: (torch.float32, torch.bfloat16), torch.float64: (torch.float64,)})
 METHOD = Range(0, 3)
 # Rows of `progress`: the relative residual and the iteration of the last gain of 5 %; |g| of the first evaluation; the
-# size of the start, max(|f(z0)|, |f(z0) - z0|); |f(z)| of `best`; the least residual in the measure that tol bounds.
+# size of the start, max(|f(z0)|, |f(z0) - z0|); |f(z)| of `best`; the least residual that tol was compared with.
 PROGRESS = ("gain", "gain_iteration", "first", "start", "best_size", "least")
 
 
@@ -33,14 +32,14 @@ class _State:
     fz: Annotated[Tensor, Shaped("B, D", STATE)]  # f(z)
     best: Annotated[Tensor, InOut("B, D", STATE)]  # the iterate of least |g| + eps |f(z)|; starts as z0
     status: Annotated[Tensor, InOut("B", torch.int8)]  # ``deqfast.Status``
-    iterations: Annotated[Tensor, InOut("B", torch.int32)]  # values of f used so far
+    iterations: Annotated[Tensor, InOut("B", torch.int32)]  # evaluations of f so far
     residual: Annotated[Tensor, InOut("2, B", STATE)]  # relative and absolute, of `best`; starts at infinity
     progress: Annotated[Tensor, InOut("6, B", STATE)]  # see PROGRESS; starts at infinity
     active: Annotated[Tensor, InOut("1", torch.int32)]  # number of running samples; starts at B
 
 
 class StopRule(NamedTuple):
-    """The numbers of the stop rule, see ``Solver``; `RuleNumbers` in csrc/common/monitor.h has them in this order."""
+    """Numbers of the stop rule, see ``Solver``; `RuleNumbers` in csrc/common/monitor.h has the same order."""
 
     tol: float  # bound on the relative residual |g| / (|f(z)| + offset) or, if `absolute`, on |g|
     absolute: bool = False
@@ -66,7 +65,7 @@ class PicardStep(_Evaluation, _State):
 @dataclass
 class _Window:
     f_prev: Annotated[Tensor, Shaped("B, D", STATE)]  # f at the previous iterate; read from k = 1 on
-    left: Annotated[Tensor, InOut("B, M, D", HISTORY)]  # L; pair i lies in slot i mod M
+    left: Annotated[Tensor, InOut("B, M, D", HISTORY)]  # L; pair i is in slot i mod M
     df: Annotated[Tensor, InOut("B, M, D", HISTORY)]  # DF, likewise
     gram: Annotated[Tensor, InOut("B, M + 2, M", STATE)]  # N and, in its last two rows, the squared lengths of pairs
 
@@ -85,15 +84,15 @@ class MultisecantStep(_Evaluation, _Window, _State):
 class MultisecantTransposed:
     """Return alpha (beta v - L gamma) with N^T gamma = DF^T v.
 
-    Where z <- z - H g is the step, that is -H^T v, for alpha = 1 an estimate of (I - J^T)^-1 v, J the Jacobian of f. On
-    a GPU one block works on a sample, however long.
+    If the step is z <- z - H g, this is -H^T v: for alpha = 1 an estimate of (I - J^T)^-1 v, J the Jacobian of f. On a
+    GPU one block works on each sample, for any D.
     """
 
     v: Annotated[Tensor, Shaped("B, D", STATE)]
     left: Annotated[Tensor, Shaped("B, M, D", HISTORY)]
     df: Annotated[Tensor, Shaped("B, M, D", HISTORY)]
     gram: Annotated[Tensor, Shaped("B, M + 2, M", STATE)]
-    newest: Annotated[Tensor, Shaped("B", torch.int32)]  # number of the newest pair in the window of a sample
+    newest: Annotated[Tensor, Shaped("B", torch.int32)]  # number of the newest pair in each sample's window
     count: Annotated[Tensor, Shaped("B", torch.int32)]  # pairs in that window
     method: Annotated[int, METHOD]
     alpha: float
@@ -110,13 +109,13 @@ class _Steps:
 
 @dataclass
 class BroydenStep(_Evaluation, _Steps, _State):
-    """Broyden's good method with full steps from its steps alone; there are no GPU kernels.
+    """Broyden's good method with full steps, computed from the steps only. It has no GPU kernels.
 
     c_j = (s_j . g + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2 and s_k = (g + sum_{i<k-1} c_i s_{i+1}) / (1 - c_{k-1})
-    (Kelley, Iterative Methods for Linear and Nonlinear Equations, SIAM 1995, section 7.3). In exact arithmetic it is
-    multisecant_step's method 0 with every pair in the window, from half the memory. A step of length zero counts with
-    c_j = 0. Where 1 - c_{k-1} vanishes, a c_j is not finite or the square of the newest step is not sound, the sample
-    takes a Picard step and its history begins anew.
+    (Kelley, Iterative Methods for Linear and Nonlinear Equations, SIAM 1995, section 7.3). In exact arithmetic it
+    equals multisecant_step's method 0 with every pair in the window, and takes half the memory. A step of length zero
+    has c_j = 0. A sample takes a Picard step and restarts its history if 1 - c_{k-1} vanishes, a c_j is not finite, or
+    the square of the newest step overflows or underflows.
     """
 
 

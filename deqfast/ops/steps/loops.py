@@ -1,7 +1,7 @@
-"""The steps of the solvers as links of a loop that compiled code holds, on the CPU.
+"""Steps of the solvers for loops in compiled code, on the CPU.
 
-``loop_begin`` makes the tensors that all steps work on, ``loop_end`` copies the results out of them. Between the two
-nothing else reads or writes them, but for the iterate, which is the first B D elements of `values`:
+``loop_begin`` makes the tensors that all steps work on, and ``loop_end`` copies the results out of them. Between the
+two, only the steps read or write them. The exception is the iterate, the first B D elements of `values`:
 
 - values: z, best, residual and progress, then the tensors that PARTS names; in the dtype of the state.
 - counts: the evaluations so far, the running samples, iterations, then the tensors that PARTS names; int32.
@@ -11,13 +11,13 @@ nothing else reads or writes them, but for the iterate, which is the first B D e
 A step takes f(z), `max_iter` and the numbers of the stop rule and of the solver. It returns whether another evaluation
 follows, () bool. Compiled code calls each op by its C function, at a fraction of the dispatcher's cost.
 
-``loop_begin`` takes `solve`: 0, to begin only if z0 is finite, else the number of a solve that begins always. By this
-number torch does not take the loops of two solves from the same z0 for one. By its tag torch does not compute its
-tensors once for all calls.
+``loop_begin`` takes `solve`: 0 to begin only if z0 is finite, else a number unique to a solve that always begins. The
+number keeps torch from merging the loops of two solves from one z0. The op's tag keeps torch from computing its tensors
+once for all calls.
 
-The schemas do not say what the ops write to. torch before 2.14 puts no op that says so into a loop, and 2.14.1 fails on
-such a loop if the state is complex. The order needs no more: a step takes f of the iterate that the step before left,
-and ``loop_end`` takes the truth value that the last step returned.
+The schemas do not declare what the ops write to. Before 2.14, torch puts no op with declared writes into a loop, and
+2.14.1 fails on such a loop if the state is complex. The data flow fixes the order nevertheless: a step takes f of the
+iterate of the step before, and ``loop_end`` takes the truth value that the last step returned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..registry import library
 
 @dataclass(frozen=True)
 class Parts:
-    """Tensors that a step has in `values`, `counts` and `history` after those of all steps, in this order."""
+    """Further tensors of a step in `values`, `counts` and `history`, in this order, after the tensors of all steps."""
 
     values: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
@@ -98,6 +98,6 @@ def _declaration(op: Any) -> str:
 
 @functools.cache
 def c_functions() -> dict[Any, list[str]]:
-    """The ops with the declarations of their C functions."""
+    """Ops, with the declarations of their C functions."""
     ops = [getattr(torch.ops.deqfast, name).default for name in ("loop_begin", *STEPS, "loop_end")]
     return {op: [_declaration(op)] for op in ops}

@@ -1,7 +1,7 @@
-"""The steps in plain torch: the specification of their kernels. They do not wait for the device.
+"""Steps in plain torch: the specification of their kernels. They do not wait for the device.
 
-In a loop that a graph holds, k is a tensor () int64 instead of a number, at least 1. All slots of the history are
-then in the window, which must hold zeros where no pair is yet: such pairs change nothing.
+In a loop of a graph, k is a tensor () int64 of at least 1 instead of a number. All slots of the history are then in the
+window. Slots without a pair must be zeros: such pairs change nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ...kernels.constants import (
 from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep, StopRule
 
 Step = PicardStep | MultisecantStep | BroydenStep
-Index = int | Tensor  # a number, or a tensor () int64 in its place
+Index = int | Tensor  # a number, or a tensor () int64
 GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
 
 
@@ -43,9 +43,9 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_sound(square: Tensor) -> Tensor:
-    """Whether a sum of squares tells the length of a vector.
+    """Return whether a sum of squares gives the length of a vector.
 
-    It has neither overflown nor, with terms that underflow, lost more than its rounding.
+    It must not have overflowed, and underflow of its terms must cost less than its rounding.
     """
     limits = torch.finfo(square.dtype)
     # Not at least: ONNX rounds the limit of float64 to 0.
@@ -53,7 +53,7 @@ def _is_sound(square: Tensor) -> Tensor:
 
 
 def _norm(v: Tensor, maximum: bool) -> Tensor:
-    """Largest magnitudes (B,) of rows (B, D), or Euclidean norms at any scale; not finite where an element is not."""
+    """Largest magnitudes (B,) of rows (B, D), or Euclidean norms at any scale; not finite if an element is not."""
     limits = torch.finfo(v.dtype)
     largest = torch.linalg.vector_norm(v, math.inf, dim=1) if v.shape[1] else v.new_zeros(len(v))
     if maximum:
@@ -65,15 +65,15 @@ def _norm(v: Tensor, maximum: bool) -> Tensor:
 
 
 def rounding_of(dtype: torch.dtype, stall_floor: float) -> float:
-    """Unit of f's rounding: that of the state's dtype, or of a lower precision with this stall floor."""
+    """Rounding unit of f: the unit of the state's dtype, or of the lower precision that this stall floor implies."""
     return max(torch.finfo(dtype).eps, stall_floor / ROUNDINGS_OF_STALL_FLOOR)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a sample is judged by after an evaluation of f at z: numbers (B,) of g = f(z) - z and f(z)."""
+    """Numbers (B,) by which samples are judged after an evaluation of f at z, with g = f(z) - z."""
 
-    res_abs: Tensor  # |g|; finite where f(z) is
+    res_abs: Tensor  # |g|; finite if f(z) is
     res_rel: Tensor  # |g| / (|f(z)| + offset)
     size: Tensor  # |f(z)|
     first: Tensor  # |g| of the first evaluation
@@ -82,9 +82,9 @@ class Evaluation:
     def converged(self, rule: StopRule) -> Tensor:
         """Mask (B,) of the samples that have converged.
 
-        A residual that meets the tolerance must also be that of a fixed point. If iterates run away, |g| / |f(z)|
+        A residual that meets the tolerance must also belong to a fixed point. If iterates run away, |g| / |f(z)|
         vanishes and g rounds to 0. So a sample whose |f(z)| has outgrown the start must have lost most of its residual,
-        with what rounding may hide of it counted. No sample converges with a longer residual than its first one.
+        including what rounding may hide. No sample converges with a longer residual than its first one.
         """
         left = self.first * min(REDUCTION, REDUCTION_PER_TOL * rule.tol)
         left = left.clamp_min(rule.tol if rule.absolute else rule.offset * rule.tol)
@@ -93,7 +93,7 @@ class Evaluation:
         return (self.measure(rule.absolute) <= rule.tol) & (near | fallen)
 
     def measure(self, absolute: bool) -> Tensor:
-        """The residual (B,) that the tolerance bounds."""
+        """Residual (B,) that the tolerance bounds."""
         return self.res_abs if absolute else self.res_rel
 
 
@@ -107,7 +107,7 @@ def evaluated(z: Tensor, fz: Tensor, rule: StopRule, begun: Tensor | None) -> Ev
 
 
 def begun(progress: Tensor, k: Index) -> Tensor | None:
-    """What the first evaluation has left in `progress`, or None in that evaluation."""
+    """Numbers of the first evaluation in `progress`; None in that evaluation."""
     return None if isinstance(k, int) and k == 0 else progress[FIRST : START + 1]
 
 
@@ -153,7 +153,7 @@ def _judge(a: Step, g: Tensor) -> Tensor:
 
 
 def end(status: Tensor, progress: Tensor, tol: float) -> None:
-    """Give the samples that are running after the last evaluation their status: did any iterate meet the tolerance?"""
+    """Set the status of samples that still run at the end: ESCAPED if an iterate met the tolerance, else MAX_ITER."""
     running = status == RUNNING
     escaped = progress[LEAST] <= tol
     status.masked_fill_(running & escaped, ESCAPED).masked_fill_(running & ~escaped, MAX_ITER)
@@ -181,7 +181,7 @@ def multisecant_step(a: MultisecantStep) -> None:
             t = torch.einsum("bmd,bd->bm", a.left[:, :n].to(a.z.dtype), g)
             gamma = solve_window(a.gram, t, a.k, a.method, a.ridge)
             step = step - torch.einsum("bmd,bm->bd", a.df[:, :n].to(a.z.dtype), gamma)
-        # The history holds the step as it is taken, so that secant equations stay exact in a short history dtype.
+        # The history keeps the step as it is taken, so that secant equations stay exact in a short history dtype.
         z_next = a.z + (a.alpha * step).to(a.left.dtype).to(a.z.dtype)
         _put(a.left, slot, z_next - a.z, advance)
         if n and a.method in (BROYDEN_GOOD, ANDERSON_I):
@@ -209,12 +209,12 @@ def broyden_step(a: BroydenStep) -> None:
             broyden = (g + torch.einsum("bmd,bm->bd", known[:, 1:], c[:, :-1])) / scale[:, None]
             step = torch.where(regular[:, None], broyden, g)
             a.first.copy_(torch.where(advance & ~regular, a.k, a.first))
-    _put(a.steps, a.k % a.steps.shape[1], step, advance)  # in a graph the step behind the last evaluation is taken too
+    _put(a.steps, a.k % a.steps.shape[1], step, advance)  # in a graph, the step after the last evaluation is taken too
     a.z.copy_(torch.where(advance[:, None], a.z + step, a.z))
 
 
 def _step_coefficients(gram: Tensor, t: Tensor, first: Tensor, k: int) -> Tensor:
-    """c (B, k) with c_j = (t_j + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2; zero before `first` and where s_j = 0."""
+    """c (B, k) with c_j = (t_j + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2; zero before `first` and if s_j = 0."""
     c = torch.zeros_like(t)
     for j in range(k):
         square = gram[:, j, j]
@@ -243,17 +243,17 @@ def multisecant_transposed(a: MultisecantTransposed) -> Tensor:
 
 
 def _pairs(k: Index, history: int) -> int:
-    """Slots of the window in iteration k."""
+    """Number of slots of the window in iteration k."""
     return min(k, history) if isinstance(k, int) else history
 
 
 def _at(pairs: Tensor, slot: Index) -> Tensor:
-    """pairs[:, slot]."""
+    """Return pairs[:, slot]."""
     return pairs[:, slot] if isinstance(slot, int) else pairs.index_select(1, slot).squeeze(1)
 
 
 def _put(target: Tensor, slot: Index, values: Tensor, advance: Tensor) -> None:
-    """target[:, slot] = values in the rows of the samples that advance; the others keep what they have."""
+    """Set target[:, slot] = values in the rows of the samples that advance; the others stay."""
     rows = advance.view(-1, *([1] * (values.dim() - 1)))
     values = torch.where(rows, values.to(target.dtype), _at(target, slot))
     if isinstance(slot, int):
@@ -263,7 +263,7 @@ def _put(target: Tensor, slot: Index, values: Tensor, advance: Tensor) -> None:
 
 
 def _append_pair(a: MultisecantStep, advance: Tensor) -> None:
-    """Complete the newest pair, whose step lies in `left`, and its row and column of the window matrix."""
+    """Complete the newest pair, whose step is in `left`, and its row and column of the window matrix."""
     history = a.left.shape[1]
     n, newest = _pairs(a.k, history), (a.k - 1) % history
     delta = a.fz - a.f_prev
@@ -289,10 +289,10 @@ def _append_pair(a: MultisecantStep, advance: Tensor) -> None:
 def solve_window(gram: Tensor, t: Tensor, k: Index, method: int, ridge: float, transposed: bool = False) -> Tensor:
     """Solve N gamma = t in the window of iteration k; t and gamma (B, n) are in the order of the slots.
 
-    N is equilibrated by the lengths of its pairs and eliminated without pivoting from the newest pair to the oldest:
-    the first pivot under ``PIVOT_FLOOR`` drops its pair and all older ones, which is dropping the oldest pair until
-    the rest is regular. Gamma is zero (a Picard step) where nothing is left or the solution overflows. `transposed`:
-    `gram` holds N^T and its lengths are swapped.
+    N is equilibrated by the lengths of its pairs, and eliminated without pivoting from the newest pair to the oldest.
+    The first pivot below ``PIVOT_FLOOR`` drops its pair and all older ones; this equals dropping the oldest pairs until
+    the rest is regular. Gamma is zero (a Picard step) if no pair is left or the solution overflows. `transposed`:
+    `gram` is N^T, and its two rows of lengths are swapped.
     """
     history, n = gram.shape[2], _pairs(k, gram.shape[2])
     order = (k - 1 - torch.arange(n, device=t.device)) % history  # newest first
@@ -304,7 +304,7 @@ def solve_window(gram: Tensor, t: Tensor, k: Index, method: int, ridge: float, t
     elif method in (ANDERSON_I, ANDERSON_II):
         diagonal = a.diagonal(dim1=1, dim2=2)
         shift = torch.full_like(diagonal, ridge)
-        a = a + torch.diag_embed(torch.where(diagonal < 0, -shift, shift))  # ONNX holds no write to a diagonal
+        a = a + torch.diag_embed(torch.where(diagonal < 0, -shift, shift))  # ONNX has no write to a diagonal
     b = t[:, order] * scale[:, 0]
     kept = torch.ones_like(b, dtype=torch.bool)
     for c in range(n):
@@ -315,9 +315,9 @@ def solve_window(gram: Tensor, t: Tensor, k: Index, method: int, ridge: float, t
         b[:, c + 1 :] -= factor * b[:, c, None]
     gamma = torch.zeros_like(b)
     for c in reversed(range(n)):
-        known = torch.where(kept[:, c + 1 :], a[:, c, c + 1 :], 0)  # a dropped pair may hold an overflow
+        known = torch.where(kept[:, c + 1 :], a[:, c, c + 1 :], 0)  # a dropped pair may contain an overflow
         value = (b[:, c] - _dot(known, gamma[:, c + 1 :])) / a[:, c, c]
         gamma[:, c] = torch.where(kept[:, c], value, 0)
     gamma = gamma * scale[:, 1]
     gamma = torch.where(torch.isfinite(gamma).all(dim=1, keepdim=True), gamma, 0)
-    return gamma[:, order]  # the age of a slot is found as the slot of an age is
+    return gamma[:, order]  # the permutation from ages to slots is its own inverse

@@ -1,0 +1,158 @@
+"""Search for the fixed points of a map from many starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._checks import check_number
+from .solution import Solution
+from .solve import solve
+from .solvers import Anderson, Solver, as_solver
+from .torch_internals.autograd import vjp
+
+
+@dataclass(frozen=True)
+class FixedPoints:
+    """The distinct fixed points that N converged starts of ``find_fixed_points`` led to, all without gradient.
+
+    Attributes:
+        value: (N, ...) the points, that of the most starts first.
+        starts: (N,) int64, the number of starts that led to each.
+        residual: (N,) the solver's residual at each, see ``Solution``.
+        eigenvalues: (N, D) complex, of the Jacobian of f at each with respect to its D numbers, largest modulus first;
+            None if they were not asked for.
+        solution: the ``Solution`` of all starts, the unconverged ones too.
+
+    Examples:
+        >>> found = deqfast.find_fixed_points(lambda z: 1.5 * z - 0.5 * z**3, torch.linspace(-1.2, 1.2, 12)[:, None])
+        >>> found
+        FixedPoints(2 stable, 1 unstable, 12 of 12 starts converged)
+    """
+
+    value: Tensor
+    starts: Tensor
+    residual: Tensor
+    eigenvalues: Tensor | None
+    solution: Solution
+
+    @property
+    def unstable_directions(self) -> Tensor:
+        """(N,) int64, the number of eigenvalues of modulus at least 1.
+
+        Raises:
+            ValueError: eigenvalues were not asked for.
+        """
+        if self.eigenvalues is None:
+            raise ValueError("eigenvalues were not computed: call find_fixed_points with eigenvalues=True")
+        return (self.eigenvalues.abs() >= 1).sum(dim=1)
+
+    @property
+    def stable(self) -> Tensor:
+        """(N,) bool, whether all eigenvalues are inside of the unit circle, so that iterates of f nearby stay.
+
+        Raises:
+            ValueError: eigenvalues were not asked for.
+        """
+        return self.unstable_directions == 0
+
+    def __repr__(self) -> str:
+        points = f"{len(self.value)} points"
+        if self.eigenvalues is not None:
+            stable = int(self.stable.sum())
+            points = f"{stable} stable, {len(self.value) - stable} unstable"
+        converged = int(self.solution.converged.sum())
+        return f"FixedPoints({points}, {converged} of {len(self.solution.status)} starts converged)"
+
+
+def find_fixed_points(
+    f: Callable[[Tensor], Tensor],
+    starts: Tensor,
+    solver: str | Solver | None = None,
+    kernel: str = "auto",
+    *,
+    distance: float = 1e-2,
+    eigenvalues: bool = True,
+) -> FixedPoints:
+    """Find distinct fixed points z = f(z) from many starts, stable and unstable ones, with their eigenvalues.
+
+    Every start is one sample of a solve. Anderson's method finds saddles too, which iterates of f leave. States that a
+    trained network visits are good starts. For the dynamics of recurrent networks see Sussillo and Barak, Neural
+    Computation 2013; they minimise |f(z) - z|^2 by gradient descent, which also finds slow points.
+
+    Args:
+        f: map of (B, ...) to the same shape, which treats each sample by itself.
+        starts: (B, ...) floating point. In float64 the points are found to 1e-8, else to 1e-5.
+        solver: as for ``solve``. None: ``Anderson`` of these relative tolerances and 1,000 evaluations. Its `atol` is
+            the same for a point near 0, relative to the mean length of the starts.
+        kernel: as for ``solve``.
+        distance: two results are one point if they are nearer than this times the largest length of a result.
+        eigenvalues: whether to compute them: D products with the Jacobian of all points, and memory for their D x D.
+
+    Returns:
+        FixedPoints, none of them if no start converged.
+
+    Raises:
+        TypeError, ValueError: `distance` is no number above 0; `starts` is not real floating point; else as ``solve``.
+
+    Examples:
+        >>> found = deqfast.find_fixed_points(torch.cos, torch.rand(8, 1, dtype=torch.float64))
+        >>> [round(z, 6) for z in found.value.flatten().tolist()], found.starts.tolist()
+        ([0.739085], [8])
+    """
+    check_number("distance", distance, 0.0, low_open=True)
+    if not (isinstance(starts, Tensor) and starts.is_floating_point()):
+        raise TypeError(f"starts must be a real floating-point tensor (B, ...), got {_described(starts)}")
+    if solver is None:
+        rtol = 1e-8 if starts.dtype == torch.float64 else 1e-5
+        length = float(starts.flatten(1).norm(dim=1).mean()) if len(starts) else 0.0
+        solver = Anderson(rtol, max_iter=1000, atol=rtol * length)
+    solution = solve(f, starts, as_solver(solver), kernel)
+    chosen = _distinct(solution, distance)
+    index = torch.tensor([i for i, _ in chosen], dtype=torch.int64, device=starts.device)
+    value = solution.value[index]
+    return FixedPoints(
+        value=value,
+        starts=torch.tensor([count for _, count in chosen], dtype=torch.int64, device=starts.device),
+        residual=solution.residual[index],
+        eigenvalues=_eigenvalues(f, value) if eigenvalues else None,
+        solution=solution,
+    )
+
+
+def _distinct(solution: Solution, distance: float) -> list[tuple[int, int]]:
+    """For each point: its result of least residual, and how many results are that point; the most frequent first."""
+    index = solution.converged.nonzero()[:, 0]
+    left = index[solution.residual[index].argsort(stable=True)]
+    lengths = solution.value[left].flatten(1).norm(dim=1)
+    radius = distance * float(lengths.max()) if len(left) else 0.0
+    found = []
+    while len(left):
+        results = solution.value[left].flatten(1)
+        near = (results - results[0]).norm(dim=1) <= radius
+        found.append((int(left[0]), int(near.sum())))
+        left = left[~near]
+    return sorted(found, key=lambda point: -point[1])
+
+
+def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
+    """Eigenvalues (N, D) of the Jacobians at the points, largest modulus first; a row of a Jacobian is e_i^T J."""
+    with torch.inference_mode(False), torch.enable_grad():
+        z = points.clone().requires_grad_()
+        value = f(z)
+    flat, rows = torch.zeros_like(points).flatten(1), []
+    for i in range(flat.shape[1]):
+        unit = flat.clone()
+        unit[:, i] = 1
+        (product,) = vjp([value], [z], [unit.view_as(points)])
+        rows.append(flat if product is None else product.flatten(1))
+    jacobian = torch.stack(rows, dim=1) if rows else points.new_zeros(len(points), 0, 0)
+    found = torch.linalg.eigvals(jacobian)
+    return found.gather(1, found.abs().argsort(dim=1, descending=True))
+
+
+def _described(value: object) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)

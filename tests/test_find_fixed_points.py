@@ -1,0 +1,100 @@
+"""find_fixed_points: every point once, with its eigenvalues, in known and in random problems."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import deqfast
+
+FP64 = torch.float64
+
+
+def cubic(z):
+    """Fixed points -1, 0 and 1 of each number, with slopes 0, 1.5 and 0."""
+    return 1.5 * z - 0.5 * z**3
+
+
+def grid(width, steps=9, dtype=FP64):
+    axis = torch.linspace(-1.3, 1.3, steps, dtype=dtype)
+    return torch.cartesian_prod(*[axis] * width).reshape(-1, width)
+
+
+@pytest.mark.parametrize("dtype", [FP64, torch.float32])
+def test_all_points_of_a_product_map_are_found_once(dtype):
+    found = deqfast.find_fixed_points(cubic, grid(2, dtype=dtype))
+    # Slopes at the points are at most 1.5, so |z - z*| <= |f(z) - z| / |1 - 1.5|: twice the tolerance.
+    tolerance = 2 * (1e-8 if dtype == FP64 else 1e-5) * 1.3 * math.sqrt(2)
+    expected = grid(2, 3, dtype).sign()
+    gaps = torch.cdist(found.value, expected, compute_mode="donot_use_mm_for_euclid_dist")
+    assert found.value.dtype == dtype and len(found.value) == 9
+    assert sorted(gaps.argmin(dim=1).tolist()) == list(range(9)) and float(gaps.min(dim=1).values.max()) < tolerance
+    zeros = (found.value.abs() < 0.5).sum(dim=1)
+    assert torch.equal(found.unstable_directions, zeros) and torch.equal(found.stable, zeros == 0)
+    assert int(found.starts.sum()) == int(found.solution.converged.sum())
+    assert found.starts.tolist() == sorted(found.starts.tolist(), reverse=True)
+
+
+def test_eigenvalues_are_those_of_the_jacobian():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 6, generator=generator, dtype=FP64) * 0.3
+    offset = torch.randn(6, generator=generator, dtype=FP64)
+
+    def f(z):  # (B, 2, 3), and the numbers of a sample are coupled
+        return torch.tanh(z.flatten(1) @ weight.T + offset).view_as(z)
+
+    found = deqfast.find_fixed_points(f, torch.randn(5, 2, 3, generator=generator, dtype=FP64))
+    jacobian = torch.autograd.functional.jacobian(lambda z: f(z[None])[0].flatten(), found.value[0]).reshape(6, 6)
+    expected = torch.linalg.eigvals(jacobian)
+    assert found.value.shape == (1, 2, 3) and found.eigenvalues.shape == (1, 6)
+    modulus = found.eigenvalues[0].abs()
+    assert torch.equal(modulus, modulus.sort(descending=True).values)
+    # A simple eigenvalue moves by its condition times a rounding of the Jacobian; both sides round it on their own.
+    vectors = torch.linalg.eig(jacobian).eigenvectors
+    allowed = 100 * torch.finfo(FP64).eps * float(torch.linalg.cond(vectors)) * float(torch.linalg.norm(jacobian, 2))
+    assert float((found.eigenvalues[0][:, None] - expected).abs().min(dim=1).values.max()) < allowed
+
+
+def test_starts_that_do_not_converge_are_counted_and_left_out():
+    found = deqfast.find_fixed_points(lambda z: torch.where(z > 2, z + 1, z / 2 + 0.5), torch.tensor([[0.0], [3.0]]))
+    assert found.value.shape == (1, 1) and found.starts.tolist() == [1]
+    assert not bool(found.solution.converged[1]) and "1 of 2 starts converged" in repr(found)
+
+
+def test_distance_decides_what_is_one_point():
+    starts = grid(1, 21)
+    assert len(deqfast.find_fixed_points(cubic, starts).value) == 3
+    assert len(deqfast.find_fixed_points(cubic, starts, distance=1.5).value) == 1  # 0 is nearest to all, 1 is not
+
+
+def test_a_constant_map_has_one_point_without_slope():
+    found = deqfast.find_fixed_points(lambda z: torch.ones_like(z), torch.rand(4, 3))
+    assert len(found.value) == 1 and not bool(found.eigenvalues.abs().any()) and bool(found.stable.all())
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0)])
+def test_empty_batches_and_states(shape):
+    found = deqfast.find_fixed_points(torch.cos, torch.zeros(shape))
+    assert found.eigenvalues.shape == (len(found.value), shape[1]) and len(found.value) <= 1
+
+
+def test_without_eigenvalues_stability_is_refused():
+    found = deqfast.find_fixed_points(cubic, grid(1), eigenvalues=False)
+    assert found.eigenvalues is None and repr(found).startswith("FixedPoints(3 points, ")
+    with pytest.raises(ValueError, match="eigenvalues=True"):
+        _ = found.stable
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"distance": 0.0}, ValueError, "distance must be finite and greater than 0"),
+        ({"starts": torch.zeros(3, 2, dtype=torch.int64)}, TypeError, "starts must be a real floating-point tensor"),
+        ({"starts": [[1.0]]}, TypeError, "got [[1.0]]"),
+        ({"solver": "newton"}, ValueError, "solver must be"),
+    ],
+)
+def test_bad_arguments_are_named(given, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        deqfast.find_fixed_points(cubic, **{"starts": grid(1)} | given)

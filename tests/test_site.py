@@ -1,0 +1,55 @@
+"""The check of the built site finds what it looks for, on small sites with one fault each."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "docs" / "check_site.py"
+spec = importlib.util.spec_from_file_location("check_site", FILE)
+assert spec is not None and spec.loader is not None
+check_site = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_site)
+BROWSER = next(filter(None, map(shutil.which, check_site.BROWSERS)), None)
+RIGHT = '<h1 id="a">A</h1><a href="#a">a</a> <a href="other.html#b">b</a> <a href="https://example.org/none">c</a>'
+
+
+def site_of(folder: Path, content: str) -> Path:
+    page = '<!doctype html><html><head><link rel="icon" href="data:,"></head><body style="margin:0">{}</body></html>'
+    (folder / "index.html").write_text(page.format(content))
+    (folder / "other.html").write_text(page.format('<p id="b">b</p>'))
+    return folder
+
+
+@pytest.mark.parametrize("link", ["none.html", "#none", "other.html#none", "none.png"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, link: str) -> None:
+    assert check_site.broken_links(site_of(tmp_path, RIGHT)) == []
+    found = check_site.broken_links(site_of(tmp_path, f'{RIGHT}<a href="{link}">d</a>'))
+    assert found == [f"index.html: the link {link} leads nowhere"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a Chromium")
+@pytest.mark.parametrize(
+    "content, fault",
+    [
+        (RIGHT, None),
+        ("<div style='width:500px'>wide</div>", "the page is 500 px wide"),
+        ("<p>klzzwxh:0001</p>", "a placeholder is shown"),
+        ("<script>none()</script>", "none is not defined"),
+        ("<script>console.error('bad')</script>", "bad"),
+        (
+            "<div class='md-content' style='overflow:hidden'><table style='width:1500px'><th>T</table></div>",
+            "a table of 1500 px",
+        ),
+    ],
+)
+def test_a_fault_in_the_browser_is_named(tmp_path: Path, content: str, fault: str | None) -> None:
+    assert BROWSER is not None
+    found = check_site.seen(site_of(tmp_path, content), BROWSER)
+    if fault is None:
+        assert found == []
+    else:
+        assert found and all(one.startswith("index.html at ") and fault in one for one in found)
