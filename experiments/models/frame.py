@@ -1,5 +1,4 @@
-"""What the example models share: the arms of a model under several seeds, a process each, that survive a kill; then a
-table and a figure."""
+"""Frame of the example models: arms under several seeds, a process each, resumed after a kill; a table and a figure."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
-REMEDY = "remove it, and the run is made again"
-EXECUTION = {"seeds", "jobs", "out", "resume", "data_root"}  # options that do not change what one run comes to
+REMEDY = "remove it to repeat the run"
+EXECUTION = {"seeds", "arms", "jobs", "out", "resume", "data_root"}  # these do not change the outcome of one run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +56,13 @@ class Options(Checked):
 
     @property
     def deciding(self) -> dict[str, Any]:
-        """What a run's outcome depends on."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in EXECUTION | {"arms"}}
+        """Options that decide the outcome of a run."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in EXECUTION}
 
 
 @dataclass(frozen=True)
 class Record(Recorded):
-    """The file of a finished run. `scores` are numbers of the table, `shown` what the figure draws."""
+    """File of a finished run. The table has the `scores`, the figure draws what is in `shown`."""
 
     arm: str
     seed: int
@@ -78,7 +77,7 @@ class Record(Recorded):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training an arm comes to: `model` is counted, `data` names what it was trained on."""
+    """Outcome of training an arm. `data` names the training data."""
 
     model: torch.nn.Module
     data: str
@@ -139,9 +138,9 @@ class Run(processes.Run):
         self.checkpoint.unlink(missing_ok=True)
 
     def steps(self, total: int, **kept: Any) -> Iterator[int]:
-        """Yield the steps that are left, with a progress bar and a checkpoint a minute of what has a `state_dict`.
+        """Yield the remaining steps, with a progress bar. Once a minute a checkpoint saves the `kept` states.
 
-        torch's generator is seeded again at every step, so that a run that was cut off draws what it would have drawn.
+        Every step seeds torch's generator, so that a resumed run draws the same numbers as an uninterrupted one.
         """
         first, saved = self._restore(kept), time.monotonic()
         label = f"{self.arm}, seed {self.seed}"

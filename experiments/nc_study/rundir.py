@@ -1,9 +1,9 @@
-"""The folder of one run: its settings, a JSON line per epoch, checkpoints that survive a kill, and the result.
+"""Folder of one run: its settings, a JSON line per epoch, checkpoints that survive a kill, and the result.
 
-- settings.json: what was asked for; a run is only continued under the same settings
+- settings.json: the settings; a run only continues with the same ones
 - epochs.jsonl: one line per finished epoch
 - moments.npz: class means and more at each measurement of neural collapse (see moments.py)
-- last.ckpt: the state after the last finished epoch, replaced at once or not at all
+- last.ckpt: the state after the last finished epoch, replaced atomically
 - features.npz, result.json, figure.png: written at the end
 - log.txt: what its last attempt printed when study.py ran it
 """
@@ -35,7 +35,7 @@ T = TypeVar("T", RunResult, Begun)
 
 
 class RunDirectory:
-    """The folder of one run, held by one process at a time."""
+    """Folder of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,27 +49,27 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether the result was written."""
+        """Return whether the result was written."""
         return self.record.exists()
 
     @property
     def result(self) -> RunResult:
-        """What the run came to; StudyError if it cannot be read."""
+        """Result of the run. Raises StudyError if it cannot be read."""
         return _read(self.record, RunResult)
 
     @property
     def begun(self) -> Experiment | None:
-        """What was asked for when the run was begun, None if it was not."""
+        """Settings with which the run was begun; None if it was not."""
         if self.finished:
             return self.result.settings
         return _read(self._begun, Begun).settings if self._begun.exists() else None
 
     def conclude(self, result: RunResult) -> None:
-        """Write the result, which makes the run a finished one."""
+        """Write the result, which finishes the run."""
         write_atomically(self.record, to_json(result))
 
     def start(self, settings: Settings) -> None:
-        """Begin the run, or make sure that the one whose epochs are here may be continued under these settings."""
+        """Begin the run. If there are epochs of one here, check that it may continue with these settings."""
         if not self.finished and not self._checkpoint.exists():
             write_atomically(self._begun, to_json(Begun(FORMAT, settings.experiment)))
             return
@@ -83,7 +83,7 @@ class RunDirectory:
             raise StudyError(f"{self._begun} is missing: start again in another --out")
 
     def append(self, epoch: Epoch, moments: Arrays | None = None) -> None:
-        """Add the line of a finished epoch, and what its measurement of neural collapse rests on, if there was one."""
+        """Append the line of a finished epoch and, if neural collapse was measured, its moments."""
         if moments:
             before = read_arrays(self.moments) if self.moments.exists() else None
             write_arrays(self.moments, joined(before, epoch.epoch, moments))
@@ -92,7 +92,7 @@ class RunDirectory:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """The finished epochs, up to the first line that is cut off or damaged."""
+        """Finished epochs, up to the first incomplete or damaged line."""
         found = []
         with suppress(FileNotFoundError, ValueError):
             for line in self._log.read_bytes().splitlines():
@@ -100,12 +100,10 @@ class RunDirectory:
         return found
 
     def cut(self, count: int) -> None:
-        """Drop what was saved after the checkpoint that is gone on from, half a line included."""
+        """Drop what was saved after the checkpoint, also an incomplete line: `count` epochs stay."""
         kept = self.epochs[:count]
         if [epoch.epoch for epoch in kept] != list(range(1, count + 1)):
-            raise StudyError(
-                f"{self._log} lacks lines of the {count} epochs that are done: start again in another --out"
-            )
+            raise StudyError(f"{self._log} lacks lines of the {count} finished epochs: start again in another --out")
         if measured := [epoch.epoch for epoch in kept if epoch.nc]:
             saved = read_arrays(self.moments)
             saved = {name: one[saved["epoch"] <= count] for name, one in saved.items()}
@@ -117,11 +115,11 @@ class RunDirectory:
         write_atomically(self._log, b"".join(map(to_json, kept)))
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint in place of the one before."""
+        """Replace the checkpoint."""
         write_state(self._checkpoint, state)
 
     def restore(self) -> dict[str, Any] | None:
-        """The last checkpoint, None if there is none."""
+        """Read the last checkpoint; None without one."""
         return read_state(self._checkpoint)
 
 

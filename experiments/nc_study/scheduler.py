@@ -52,11 +52,11 @@ class Task(Run):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C reaches it through this process alone
+                start_new_session=True,  # a Ctrl-C reaches it only through this process
             )
 
     def conflict(self) -> str | None:
-        """Why the folder's run, if there is one, cannot be gone on with under these settings."""
+        """Reason why the run in the folder cannot continue with these settings; None if it can, or there is none."""
         try:
             self.run.check(self.settings)
         except StudyError as error:
@@ -64,7 +64,7 @@ class Task(Run):
         return None
 
     def state(self) -> str:
-        """Where the run stands: finished, begun and how far, or not begun."""
+        """Progress of the run: finished, begun with its number of epochs, or not begun."""
         if self.finished:
             return "finished"
         done, epochs = len(self.run.epochs), self.settings.epochs
@@ -72,7 +72,7 @@ class Task(Run):
 
 
 def plan(wanted: Iterable[Mapping[str, Any]], given: Mapping[str, Any], processes: int = 1) -> list[Task]:
-    """A task for each run, of the options that name it and those `given` for all; of equal ones the first.
+    """Make a task for each run from the options that name it and those `given` for all; equal tasks count once.
 
     Raises SettingsError for options that no run could have, before anything is run. Without `threads` a run has one:
     several runs at a time use the cores better than one with several threads.
@@ -88,7 +88,7 @@ def plan(wanted: Iterable[Mapping[str, Any]], given: Mapping[str, Any], processe
 
 
 def hours_left(tasks: Iterable[Task]) -> dict[Task, float]:
-    """Hours that the epochs of each run left to do take, from steps and evaluations timed here and now: those of
+    """Estimate the hours that the missing epochs of each run take, from steps and evaluations timed now. These are of
     untrained networks, whose solves are shorter."""
     paces: dict[tuple[Any, ...], tuple[float, float]] = {}
     hours = {}
@@ -106,8 +106,7 @@ def hours_left(tasks: Iterable[Task]) -> dict[Task, float]:
 
 
 def gpus_of(slot: int, processes: int) -> dict[str, str]:
-    """Environment that shows a run `processes` of the GPUs there are, the next ones for the next slot; empty without
-    any."""
+    """Environment that shows a run `processes` GPUs, the next ones for the next slot; empty without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     gpus = [gpu for gpu in visible if gpu] or [str(i) for i in range(torch.cuda.device_count())]
     if not gpus:

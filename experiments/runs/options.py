@@ -35,7 +35,7 @@ def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Base of dataclasses of options: SettingsError for a value that makes no sense."""
+    """Base of dataclasses of options. Raises SettingsError for a value that makes no sense."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):

@@ -1,4 +1,4 @@
-"""The frame of the experiments: units of work with a record each, done in several processes and resumed."""
+"""Frame of the experiments: units of work with a record each, done in several processes and resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runs.provenance import Recorded, provenance
 from .claims import Claim
 
 FORMAT = 1  # rises when what a unit writes changes a name or a meaning
-REMEDY = "remove it, and the unit is measured again"
+REMEDY = "remove it to measure the unit again"
 EXACT, DERIVED, RECONSTRUCTION = "exact", "derived", "reconstruction"
 SOURCES = {
     EXACT: "as printed by the authors",
@@ -31,7 +31,7 @@ Rows = list[Row]
 
 
 class Unit(NamedTuple):
-    """What is measured and recorded at once: a task of an experiment with one seed, for all networks."""
+    """Unit of measurement: a task of an experiment with one seed, for all networks."""
 
     task: str
     seed: int
@@ -42,8 +42,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Record(Recorded, Generic[R]):
-    """The file of a finished unit. `sizes` and `result` have the types that the experiment names; read back, `sizes`
-    has those of JSON."""
+    """File of a finished unit. The experiment names the types of `sizes` and `result`. Read from a file, `sizes` has
+    the types of JSON."""
 
     format: int
     experiment: str
@@ -54,7 +54,7 @@ class Record(Recorded, Generic[R]):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report; `source` is one of SOURCES and says what its task is."""
+    """Table of a report; `source` is one of SOURCES and describes its task."""
 
     title: str
     source: str
@@ -64,7 +64,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of a report, in the file `name`.png; `source` as of a table."""
+    """Figure of a report, in the file `name`.png; `source` as in a table."""
 
     name: str
     title: str
@@ -75,7 +75,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """What an experiment comes to."""
+    """Section of a report: the outcome of an experiment."""
 
     text: str
     claims: list[Claim]
@@ -85,8 +85,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment: its sizes by preset, its units, how one is measured, and what the results come to; `files` makes
-    of a result what is to lie beside its record, by the ends of the names."""
+    """Experiment: its sizes by preset, its units, the measurement of a unit, and the section from all results. `files`
+    makes further files from a result, by the ends of their names."""
 
     name: str
     title: str
@@ -141,7 +141,7 @@ def jobs_of(folder: Path, experiment: Experiment, preset: str) -> list[Job]:
 
 
 def of_records(folder: Path, preset: str, experiment: Experiment) -> Experiment:
-    """Make the experiment on the units whose records are below a folder, with their sizes; as it is where none is."""
+    """Make the experiment on the units with records below a folder, with their sizes; unchanged without records."""
     paths = sorted((folder / experiment.name).glob("*-seed*.json"))
     found = [read_record(path, Record, REMEDY, FORMAT) for path in paths]
     if not found:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import model
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,8 @@ from models import cells, frame, graphs, images, restoration, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
-from runs.options import StudyError
+from runs.options import StudyError, parsed
+from study_helpers import EXPERIMENTS
 
 from deqfast.testing import after_solve, rounding
 
@@ -30,6 +33,8 @@ SCRIPTS = {  # with small options, a score and what it may be, and a score that 
     "sudoku": (sudoku, sudoku.Sudoku(size="4", **SUDOKU), ("boards, any start, %", 0, 100), "evaluations a solve"),
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
 }
+
+COMMAND = r"^python experiments/model\.py (\w+)((?: [^#\n]+)?)"
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +76,14 @@ def test_a_run_that_was_cut_off_counts_all_evaluations(name, given, tmp_path, cu
     whole = train()
     cut_off(train)
     assert (tmp_path / "deq-seed0.ckpt").exists() and train() == pytest.approx(whole)
+
+
+def test_the_commands_of_the_pages_are_understood():
+    pages = (EXPERIMENTS.parent / "docs" / "pages").glob("*.md")
+    found = {line for page in pages for line in re.findall(COMMAND, page.read_text(), re.MULTILINE)}
+    for name, words in found:
+        assert parsed(SCRIPTS[name][0].EXAMPLE.options, None, words.split())
+    assert {name for name, _ in found} == {*SCRIPTS} == {*model.MODELS}
 
 
 def test_twins_have_as_many_parameters():

@@ -51,7 +51,7 @@ def test_what_was_saved_after_the_checkpoint_is_dropped(run):
         file.write('{"epoch": 4, "te')
     assert run.epochs == lines[:3]
     run.cut(2)
-    with pytest.raises(StudyError, match="epochs.jsonl lacks lines of the 3 epochs that are done"):
+    with pytest.raises(StudyError, match="epochs.jsonl lacks lines of the 3 finished epochs"):
         run.cut(3)
     run.append(lines[2])
     assert run.epochs == lines[:3] and len((run.path / "epochs.jsonl").read_text().splitlines()) == 3
