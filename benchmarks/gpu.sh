@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Proof with a GPU: build, smoke, measure, memcheck, tests, sanitizers; tables last, whatever happened. See --help.
+# Checks on a GPU: build, smoke, measure, memcheck, tests, sanitizers; it ends with tables in every case. See --help.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 phases=(build smoke measure memcheck tests sanitizers)
@@ -11,28 +11,28 @@ usage() {
 usage: bash benchmarks/gpu.sh [--dry-run] [--out FOLDER] [--help] [PHASE ...]
 
 On a machine with a GPU, torch, triton, nvcc, a C++ compiler and compute-sanitizer, without a network:
-  build       150 s  the CUDA extension for the GPU at hand, in place, unless one of these sources is there
-  smoke        90 s  does every kernel compute what it should
-  measure     500 s  `pytest benchmarks --device cuda`, a process and a record for every part of it
+  build       150 s  the CUDA extension for this GPU, in place, unless one of these sources exists
+  smoke        90 s  compares every kernel with the reference
+  measure     500 s  `pytest benchmarks --device cuda`, with a process and a record per part
   memcheck     90 s  compute-sanitizer watches benchmarks/first_look.py --few, a fourth of the CUDA kernels' cases
   tests       330 s  the other tests that a GPU runs; an H100 with 16 cores took 120 s
   sanitizers  240 s  the same under racecheck, initcheck and synccheck, 80 s each
-A call lasts DEQFAST_SECONDS (570) at most. Without PHASE it starts again, with the first three phases. `gpu.sh tests
+A call lasts at most DEQFAST_SECONDS (570). Without PHASE it starts afresh with the first three phases. `gpu.sh tests
 memcheck sanitizers` is a second call, which adds to the log. Tests fail, and are not skipped, if the GPU or its
-kernels are absent. `gpu.sh measure` goes on with the parts that have no record yet; where a test failed or time ran
-out it is a .json.part, and measured again. What failed is named in the table at the end; the exit status is 1 then.
-Records of runs/gpu that are copied to benchmarks/results are reported by benchmarks/report.py.
+kernels are absent. `gpu.sh measure` continues with the parts that have no record yet. If a test failed or time ran
+out, the record is a .json.part, and the part is measured again. The table at the end names the failures; the exit
+status is then 1. benchmarks/report.py reports the records of runs/gpu that are copied to benchmarks/results.
 
-  --out FOLDER  where records, log and table go (runs/gpu)
-  --dry-run     tiny cases on the CPU, to see that the script works
+  --out FOLDER  folder of records, log and table (runs/gpu)
+  --dry-run     tiny cases on the CPU, to test the script
 
 Variables:
   PYTHON          the interpreter (python3)
-  DEQFAST_WHEELS  a folder of wheels, installed beside the interpreter's packages for this run: what is missing there
-                  (torchdeq, pytest, pytest-benchmark, pytest-timeout, hypothesis, torchmetrics, ninja,
-                  setuptools>=77; pytest-xdist, if it is there, runs the tests side by side)
-  DEQFAST_COMMIT  the commit to record of files that are a copy of it
-  DEQFAST_SECONDS the time of a call
+  DEQFAST_WHEELS  a folder of wheels, installed for this run in addition to the interpreter's packages: those of
+                  torchdeq, pytest, pytest-benchmark, pytest-timeout, hypothesis, torchmetrics, ninja and
+                  setuptools>=77 that are missing (pytest-xdist, if available, runs the tests in parallel)
+  DEQFAST_COMMIT  the commit to record, if the files are a copy without git's data
+  DEQFAST_SECONDS the time limit of a call
 TEXT
 }
 
@@ -45,12 +45,12 @@ while [ $# -gt 0 ]; do
     --dry-run) dry_run=true ;;
     --out) [ $# -ge 2 ] || die "--out needs a folder"; out=$2; shift ;;
     -*) die "unknown argument '$1'; --help lists the arguments" ;;
-    *) [[ " ${phases[*]} " == *" $1 "* ]] || die "'$1' is no phase, only: ${phases[*]}"; wanted+=("$1") ;;
+    *) [[ " ${phases[*]} " == *" $1 "* ]] || die "'$1' is not a phase: ${phases[*]}"; wanted+=("$1") ;;
   esac
   shift
 done
 python=${PYTHON:-python3}
-command -v "$python" >/dev/null || die "PYTHON: '$python' is no command"
+command -v "$python" >/dev/null || die "PYTHON: '$python' is not a command"
 [ -d "${DEQFAST_WHEELS:-.}" ] || die "DEQFAST_WHEELS: '$DEQFAST_WHEELS' is not a folder"
 mkdir -p "$out"
 if [ ${#wanted[@]} -eq 0 ]; then
@@ -64,7 +64,7 @@ export DEQFAST_REQUIRE=cuda,triton PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" 
 device=cuda
 if $dry_run; then device=cpu DEQFAST_REQUIRE=; fi
 
-# step NAME SECONDS COMMAND...: the output to the log, the outcome and the last line to the table.
+# step NAME SECONDS COMMAND...: the output goes to the log, the outcome and the last line to the table.
 step() {
   local name=$1 limit=$2 left=$((${DEQFAST_SECONDS:-570} - SECONDS)) started=$SECONDS status=0 outcome
   shift 2
@@ -85,7 +85,7 @@ step() {
   [ "$status" -eq 0 ] || tail -n 15 "$work/log"
 }
 
-# pytest NAME SECONDS ARGUMENTS...; side_by_side does so in several processes, if pytest-xdist is there.
+# pytest NAME SECONDS ARGUMENTS...; side_by_side uses several processes, if pytest-xdist is installed.
 pytest() {
   step "$1" "$2" "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${@:3}"
 }
@@ -96,7 +96,7 @@ side_by_side() {
   pytest "$1" "$2" "${workers[@]}" "${@:3}"
 }
 
-finish() { # the tables, also where the script is stopped; 1 where something failed
+finish() { # the tables, also if the script is stopped; status 1 if something failed
   {
     "$python" benchmarks/report.py --show "$out" || true
     printf '\n'
@@ -115,7 +115,7 @@ if [ -n "${DEQFAST_WHEELS:-}" ]; then
   export PYTHONPATH="$work/site:$PYTHONPATH"
 fi
 
-build() { # in place: needs neither a network nor the right to write to the interpreter's folders
+build() { # in place: it needs neither a network nor write access to the interpreter's folders
   if $dry_run; then return; fi
   step build 150 env DEQFAST_BUILD=cuda MAX_JOBS="$(nproc)" bash -euc '
     TORCH_CUDA_ARCH_LIST=$("$0" -c "import torch; print(\"%d.%d\" % torch.cuda.get_device_capability())")
@@ -132,7 +132,7 @@ smoke() {
     -k "(cuda or triton) and not emulated"
 }
 
-measure() { # a GPU that an error has stopped, or a kernel that hangs, costs one part only
+measure() { # a stopped GPU or a hanging kernel costs one part only
   local part parts=(nc ops solves training options study_step) record what
   if $dry_run; then parts=(ops nc); fi
   for part in "${parts[@]}"; do
@@ -160,7 +160,7 @@ sanitizers() {
   for tool in racecheck initcheck synccheck; do sanitize $tool 80; done
 }
 
-# sanitize TOOL SECONDS: memory is not pooled, so that every tensor has bounds of its own.
+# sanitize TOOL SECONDS: without a memory pool, so that every tensor has its own bounds.
 sanitize() {
   local look=("$python" benchmarks/first_look.py --few --kernel)
   if $dry_run; then step "$1" "$2" "${look[@]}" torch --only 301x37; return; fi
@@ -172,7 +172,7 @@ sanitize() {
     --report-api-errors no "${look[@]}" cuda
 }
 
-tests() { # on the device: what is emulated, compiled for other machines or about packaging and studies is left out
+tests() { # on the device, without emulation, ahead-of-time compilation, packaging and studies
   if $dry_run; then pytest tests 60 tests/test_packing.py; return; fi
   side_by_side tests 330 tests -k "(cuda or triton or graphs) and not emulated" --ignore tests/csrc \
     --ignore tests/kernels/test_aot.py --ignore tests/experiments --ignore tests/benchmarks \

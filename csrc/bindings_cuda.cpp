@@ -28,7 +28,7 @@ PyObject* build_info(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"fc_fits", fc_fits, METH_VARARGS,
-     "fc_fits(device, dim, short_weight, wide_state): whether fc_fixed_point serves: the GPU holds W in shared memory."},
+     "fc_fits(device, dim, short_weight, wide_state): whether W fits the GPU's shared memory in fc_fixed_point."},
     {"build_info", build_info, METH_NOARGS, "How these kernels were built."},
     {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_cuda",

@@ -20,7 +20,7 @@ class FixedPoints:
     """The distinct fixed points that N converged starts of ``find_fixed_points`` led to, all without gradient.
 
     Attributes:
-        value: (N, ...) the points, that of the most starts first.
+        value: (N, ...) the points, ordered by their number of starts, the largest first.
         starts: (N,) int64, the number of starts that led to each.
         residual: (N,) the solver's residual at each, see ``Solution``.
         eigenvalues: (N, D) complex, of the Jacobian of f at each with respect to its D numbers, largest modulus first;
@@ -96,7 +96,7 @@ def find_fixed_points(
         FixedPoints, none of them if no start converged.
 
     Raises:
-        TypeError, ValueError: `distance` is no number above 0; `starts` is not real floating point; else as ``solve``.
+        TypeError, ValueError: `distance` is not a number above 0; `starts` is not real floating point; else as ``solve``.
 
     Examples:
         >>> found = deqfast.find_fixed_points(torch.cos, torch.rand(8, 1, dtype=torch.float64))

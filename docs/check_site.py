@@ -1,12 +1,15 @@
-"""Checks of the built site: `python docs/check_site.py SITE`, with SITE the folder that mkdocs has written.
+"""Checks of the built site.
+
+    python docs/check_site.py docs/site
 
 Every link within the site leads to a file and to an anchor of it. In headless Chromium, at 1280 and 390 pixels, no page
 is wider than the screen, shows a placeholder or raises an error. At 1280 pixels every table fits into its page; at 390
-a wider one can be scrolled. Without Chromium only the links are checked, and a line says so.
+a wider one can be scrolled. Without Chromium the script prints that it checked only the links.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -163,9 +166,11 @@ def seen(site: Path, browser: str) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) != 1 or not (Path(argv[0]) / "index.html").is_file():
-        sys.exit(f"usage: python docs/check_site.py SITE, a folder with index.html; got {' '.join(argv) or 'nothing'}")
-    site = Path(argv[0]).resolve()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("site", type=Path, metavar="DIR", help="what mkdocs has written")
+    site = parser.parse_args(argv).site.resolve()
+    if not (site / "index.html").is_file():
+        parser.error(f"{site}: no index.html there")
     faults = broken_links(site)
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser:

@@ -16,6 +16,7 @@ TABLE = "<!-- what does not go together -->"
 OUTSIDE = re.compile(r"\]\((\.\./[^)\s]+\.(?:png|gif))\)")
 # Fenced blocks, headings and links stay as they are; a span of code may name an object, with its arguments.
 PARTS = re.compile(r"^```.*?^```|^#[^\n]*|!?\[[^\]]*\]\([^)]*\)|`(?:deqfast\.)?([\w.]+)(?:\([^`\n]*\))?`", re.M | re.S)
+UNIT = re.compile(r"(?<=\d) (?=(?:ms|µs|s|h|MB|GB|dB)\b|%)")
 AMBIGUOUS = {"Cell", "State", "DEQ", "fixed_point"}  # also names of other things: linked only as deqfast.NAME
 
 
@@ -30,13 +31,29 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Write the table of refusals, link the API, and point at the figures' copies; a missing figure fails the build."""
+    """Write the table of refusals, link the API, and point at the figures' copies; a missing figure fails the build.
+
+    In tables a number and its unit stay on one line.
+    """
     rows = [f"| `{way}` | `{option}` | {why} |" for way, refused in REFUSED.items() for option, why in refused.items()]
     table = "\n".join(["| way of running | refuses | because |", "|---|---|---|", *rows])
-    markdown = markdown.replace(TABLE, table)
+    lines = markdown.replace(TABLE, table).split("\n")
+    markdown = "\n".join(UNIT.sub("\N{NO-BREAK SPACE}", line) if line.startswith("|") else line for line in lines)
     if page.file.src_uri != "api.md":
         markdown = _linked(markdown, _documented())
     return OUTSIDE.sub(lambda match: f"]({_inside(match[1])})", markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Link the objects that docstrings name on the API page, except `fixed_point`, which is also a hook of a cell."""
+    if page.file.src_uri != "api.md":
+        return html
+    targets = {name: target for name, target in _documented().items() if name != "fixed_point"}
+
+    def link(code: re.Match[str]) -> str:
+        return f'<a href="#{targets[code[1]]}">{code[0]}</a>' if code[1] in targets else code[0]
+
+    return re.sub(r"(?<!<b>)<code>(?:deqfast\.)?([\w.]+)</code>", link, html)
 
 
 def _documented() -> dict[str, str]:

@@ -20,8 +20,10 @@ from runs.script import told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
-    settings = parsed(PeeledSettings, __doc__, argv)
+    """Run the study; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
+    Ctrl-C."""
+    examples = ("layer_peeled.py --e-w 1 --e-h 0.5 --seeds 0", "layer_peeled.py --report --out runs/layer_peeled")
+    settings = parsed(PeeledSettings, __doc__, examples, argv)
     return told("layer_peeled.py", lambda: study(settings, Path(settings.out)), "nothing was written")
 
 

@@ -2,7 +2,8 @@
 the protocol.
 
 The folders and everything below them are searched for runs of cifar_balanced.py, cifar_lt.py and study.py. The script
-writes report.html (one file with everything in it), report.md, and figures/ with every figure.
+writes a report, an appendix with other recipes, and the provenance: as .md, and as .html with all pictures in it. The
+pictures are also in figures/.
 """
 
 import argparse
@@ -13,9 +14,16 @@ from pathlib import Path
 def main() -> int:
     """Write a report; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
     Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folder that holds runs, at any depth")
-    parser.add_argument("--out", type=Path, help="folder for the report (default: report in the first of RUNS)")
+    command = "python experiments/report.py"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"examples:\n  {command} runs\n  {command} runs/a runs/b --out report",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folder that holds runs, at any depth")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the report (default: report in the first DIR)"
+    )
     asked = parser.parse_args()
     absent = [root for root in asked.runs if not root.is_dir()]
     if absent or not any(any(root.rglob(name)) for root in asked.runs for name in ("settings.json", "result.json")):

@@ -38,22 +38,28 @@ class Options(Checked):
         "quick",
         choices=("quick", "full"),
     )
-    audio: str | None = option("data", "folder of WAV files to fit in audio; off: a chirp is drawn", None)
-    runs: str | None = option(
-        "data", "folder of the CIFAR study's finished runs for saliency; off: small networks on drawn shapes", None
+    audio: str | None = option(
+        "data", "folder of WAV files to fit in audio; off: a chirp is drawn", None, metavar="DIR"
     )
-    data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data")
-    jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
-    out: str = option("machine", "folder for the presets' folders", "runs/separation")
+    runs: str | None = option(
+        "data",
+        "folder of the CIFAR study's finished runs for saliency; off: small networks on drawn shapes",
+        None,
+        metavar="DIR",
+    )
+    data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data", metavar="DIR")
+    jobs: int = option("machine", "parallel units, with one thread each", os.cpu_count() or 1, minimum=1)
+    out: str = option("machine", "parent of the presets' folders", "runs/separation", metavar="DIR")
     report: bool = option(
-        "machine", "measure nothing: write the sections of --experiment again from their records under --out", False
+        "machine", "only write the sections of --experiment again, from their records under --out", False
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the experiments; the exit status is 0, 1 for an error (told in a line each), 2 for bad arguments, 130
-    after Ctrl-C."""
-    options = parsed(Options, __doc__, argv)
+    """Run the experiments; the exit status is 0, 1 for an error (a line each), 2 for bad arguments, 130 after
+    Ctrl-C."""
+    examples = ("separation.py --experiment gotu --jobs 1", "separation.py --preset full --out runs/separation")
+    options = parsed(Options, __doc__, examples, argv)
     return told("separation.py", lambda: study(options), how_to_go_on())
 
 

@@ -7,7 +7,6 @@ Finished runs are kept, and a run that fails does not stop the others.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,10 +24,13 @@ from nc_study.models import choose_kernel
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.scheduler import Task, hours_left, plan
 from nc_study.training import DIVERGED
+from runs.arguments import Parser
 from runs.files import prepare_out, write_atomically
 from runs.options import Checked, SettingsError, StudyError, add_options, flag_of, option
 from runs.processes import run_all, tell_failed
 from runs.script import how_to_go_on, launched, told
+
+from deqfast._checks import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +38,28 @@ class StudyOptions(Checked):
     """Options of study.py in addition to the settings of its runs."""
 
     table: str | None = option(
-        "which runs", f"the paper's tables: {', '.join(TABLES)}, with commas between, or all", None
+        "which runs", f"the paper's tables: {', '.join(TABLES)}, with commas between, or all", None, metavar="N,N"
     )
-    figure: str | None = option("which runs", f"its figures: {', '.join(FIGURES)}, with commas between, or all", None)
+    figure: str | None = option(
+        "which runs", f"its figures: {', '.join(FIGURES)}, with commas between, or all", None, metavar="N,N"
+    )
     dataset: str = option(
         "which runs",
         "cifar: CIFAR-10 and CIFAR-100 for the tables, CIFAR-10 for the figures",
         "cifar",
         choices=(*DATA_SETS, *CLASSES),
     )
-    arms: str = option("which runs", f"what is compared: {', '.join(ARMS)}", "explicit,deq-jfb")
-    seeds: str = option("which runs", "seeds, with commas between", "0")
-    protocol: bool = option("which runs", "the list of experiments/protocol.md, in its order", False)
-    tune: bool = option("which runs", "the trials by which the protocol chooses rate, weight decay and scale", False)
+    arms: str = option("which runs", f"what is compared: {', '.join(ARMS)}", "explicit,deq-jfb", metavar="A,B")
+    seeds: str = option("which runs", "seeds, with commas between", "0", metavar="N,N")
+    protocol: bool = option("which runs", "the runs of experiments/protocol.md, in its order", False)
+    tune: bool = option("which runs", "the protocol's trials, which choose rate, weight decay and scale", False)
 
-    jobs: int = option("how they are run", "runs at a time, each on the next GPU", 1, minimum=1)
+    jobs: int = option("how they are run", "parallel runs, each on the next GPU", 1, minimum=1)
     processes: int = option("how they are run", "processes, and GPUs, per run", 1, minimum=1)
     spread: bool = option(
         "how they are run", "under torchrun: every process takes its share of the runs, without a report", False
     )
-    dry_run: bool = option("how they are run", "say what would be run, and how far it is, and stop", False)
+    dry_run: bool = option("how they are run", "print the runs and their progress, and stop", False)
     no_report: bool = option("how they are run", "do not write OUT/report at the end", False)
 
     def __post_init__(self) -> None:
@@ -64,7 +68,8 @@ class StudyOptions(Checked):
         if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
             raise SettingsError(f"--seeds {self.seeds}: different whole numbers with commas between")
         if unknown := set(self.arms.split(",")) - set(ARMS):
-            raise SettingsError(f"--arms {self.arms}: {', '.join(sorted(unknown))} is none of {', '.join(ARMS)}")
+            first = min(unknown)
+            raise SettingsError(f"--arms {self.arms}: {first} is none of {', '.join(ARMS)}{did_you_mean(first, ARMS)}")
         if (self.table is not None or self.figure is not None) + self.protocol + self.tune != 1:
             raise SettingsError("which runs? one of --tune, --protocol, and --table or --figure (all: the paper's)")
         if self.spread and not launched():
@@ -82,11 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
     """Parse the study's own options, and the tasks that result from them and the settings given for all runs."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [--tune | --protocol | --table N,N --figure N,N] [--arms A,A] [--seeds N,N] [options]",
-        description=__doc__,
-        epilog="All other options are those of cifar_lt.py, for every run.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    examples = (
+        "study.py --table 1,2 --preset quick --dry-run",
+        "study.py --figure all --arms explicit,deq-implicit --seeds 0,1,2 --out runs/study",
+        "study.py --protocol --jobs 2",
+    )
+    usage = "[--tune | --protocol | --table N,N --figure N,N] [--arms A,B] [--seeds N,N] [options]"
+    parser = Parser(
+        f"{__doc__}\nThe groups from study to machine are options of cifar_lt.py, for every run.", examples, usage
     )
     add_options(parser, StudyOptions)
     without = (*IMBALANCE, "seed", "dataset", "resume", "model", "adjoint")

@@ -1,8 +1,8 @@
 """Launches of the solver steps, whose arguments are resolved once.
 
-At each launch Triton selects a compiled kernel: by the dtypes of the tensors, by whether their addresses are multiples
-of 16, and by the integers that are constants of the kernel. This takes longer than a short kernel runs. A ``Plan``
-keeps the compiled kernels of a step. ``Plans`` keeps one plan for all steps with the same kernels.
+At each launch Triton selects a compiled kernel by the dtypes of the tensors, the alignment of their addresses to 16
+bytes, and the integers that are constants of the kernel. This takes longer than a short kernel runs. A ``Plan`` keeps
+the compiled kernels of a step. ``Plans`` keeps one plan for all steps with the same kernels.
 """
 
 from collections.abc import Callable, Hashable

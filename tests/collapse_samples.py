@@ -11,7 +11,7 @@ from deqfast.testing import rounding
 
 EXACT_RTOL = rounding(torch.float64, 5000)  # well conditioned sums of at most this number of terms
 GPU_RTOL = rounding(torch.float32)  # there sums of features that are shorter than float64 are in float32
-ROUNDING = rounding(torch.float64) ** 0.5  # distances that are zero but for rounding: roots of differences
+ROUNDING = rounding(torch.float64) ** 0.5  # distances that would be zero without rounding: roots of differences
 PINV_RTOL = 1e-12  # eigenvalues of Sigma_B below this share of the largest are zero in the reference
 
 KEPT_FIELDS = ("nc1", "rank", "condition", "nc2", "nc2_paper", "nc2_centered", "nc3", "nc3_centered", "num_classes")
@@ -25,7 +25,7 @@ def rtol_on(device, dtype):
 
 
 def make_samples(rows, columns, classes, noise=0.3, offset=0.0, dtype=torch.float32, seed=0):
-    """Features around random class means and labels in random order; every class is there when rows allow."""
+    """Features around random class means and labels in random order; every class occurs if there are enough rows."""
     generator = torch.Generator().manual_seed(seed)
     means = torch.randn(classes, columns, generator=generator, dtype=torch.float64) + offset
     labels = (torch.arange(rows) % classes)[torch.randperm(rows, generator=generator)]

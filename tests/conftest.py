@@ -1,4 +1,4 @@
-"""Fixtures of all tests: kernels, devices, poisoned memory; and a header that shows what is under test."""
+"""Fixtures of all tests: kernels, devices, poisoned memory; and a header with the tested versions and kernels."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ import deqfast
 from deqfast import _extension
 from deqfast.ops import choose_kernel
 
-# To be set where compute-sanitizer watches; set by benchmarks/gpu.sh where compiling Triton's kernels would take long.
+# Set if compute-sanitizer watches; benchmarks/gpu.sh also sets it to save the compilation of Triton's kernels.
 SANITIZED = "DEQFAST_SANITIZED" in os.environ
 SMOKE = "DEQFAST_SMOKE" in os.environ
 REQUIRED = list(filter(None, os.environ.get("DEQFAST_REQUIRE", "").split(",")))  # kernels without which nothing runs
 
-# Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
-# What depends on the number of threads sets it.
+# Nearly all tensors here are tiny: a second thread would only wait for the first, and for long if cores are shared.
+# Tests that depend on the number of threads set it.
 torch.set_num_threads(int(os.environ.get("DEQFAST_TEST_THREADS", "1")))
 
-# Set by tests/perturbed.py: another seed moves those that the tests name too.
+# Set by tests/perturbed.py: another seed also shifts the seeds that tests name.
 if SEED := int(os.environ.get("DEQFAST_TEST_SEED", "0")):
     seed_of_torch = torch.manual_seed
     torch.manual_seed = lambda seed: seed_of_torch(seed + 1000 * SEED)
@@ -53,7 +53,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The interpreter computes both sides of a select, in numpy, which warns of the side that is not taken.
+    # The interpreter computes both sides of a select in numpy, which warns about the side that is not taken.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     config.addinivalue_line("markers", "newest: long, and not run again on the oldest versions")
     config.addinivalue_line(
@@ -68,7 +68,7 @@ def pytest_sessionstart() -> None:
     absent = {name: deqfast.backends().get(name, "no such kernel") for name in REQUIRED}
     if absent := {name: str(state) for name, state in absent.items() if not state or isinstance(state, str)}:
         pytest.exit(f"DEQFAST_REQUIRE={','.join(REQUIRED)}: not available: {absent}", returncode=4)
-    if not deqfast.backends()["cpp"]:  # what is said once is said here, so that no test is the one that hears it
+    if not deqfast.backends()["cpp"]:  # a warning that comes once comes here, so that no test gets it
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             choose_kernel("auto", torch.device("cpu"))
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let inductor precompile both headers of a compiled solve, not only the first: a third less for each code.
+    """Let inductor precompile both headers of a compiled solve, not only the first: a third less time for each code.
 
     Only in the workers of xdist, which run many tests: the import takes seconds.
     """
@@ -130,7 +130,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convolutions in float32 on a GPU, where torch takes TF32 unless told otherwise. Tests of TF32 ask for it."""
+    """Set convolutions on a GPU to float32; torch's default is TF32. Tests of TF32 enable it again."""
     if torch.cuda.is_available():
         monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
 
@@ -161,18 +161,18 @@ def cpp_kernels() -> None:
 
 @pytest.fixture
 def device(kernel: str) -> str:
-    """Where `kernel` runs."""
+    """Device on which `kernel` runs."""
     return "cuda" if kernel == "cuda" or (kernel == "triton" and not INTERPRETED) else "cpu"
 
 
 class Implementation:
-    """One of those that are registered as ops: `device`, and its form of an op."""
+    """Implementation of the registered ops: `device`, and its form of an op."""
 
     def __init__(self, name: str, device: str):
         self.name, self.device = name, device
 
     def op(self, op: str, source: str | None = None):
-        """The op; `source` is the stem of its CUDA source where that is not the name of the op."""
+        """Return the op; `source` is the stem of its CUDA source if that is not the name of the op."""
         if self.name == "emulated":
             emulate.load(source or op)
             return getattr(torch.ops.deqfast_emulated, op)
@@ -195,15 +195,16 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """What a test draws does not depend on the tests before it, which differ from worker to worker."""
+    """Seed each test, so that its numbers do not depend on the tests before it, which differ between workers."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """What a test compiles does not depend on the tests before it, which differ from worker to worker: a function that
-    dynamo gave up once, as it does a module's forward within a transform and any backend but "eager", stays as it is in
-    this process, and ``fullgraph=True`` of another block fails.
+    """Reset dynamo, so that compilation does not depend on the tests before, which differ between workers.
+
+    If dynamo gave up a function once, it stays uncompiled in this process. Dynamo does so for a module's forward within
+    a transform with any backend except "eager". ``fullgraph=True`` of another block then fails.
     """
     if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import would take seconds
         torch.compiler.reset()
@@ -211,11 +212,12 @@ def nothing_compiled() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory that is allocated without a value is full of NaN, integers of their largest, so that reading it before
-    writing it shows. Not for a sanitizer, which looks for that itself, nor in the tests of compiled code, which torch
-    would write otherwise.
+    """Fill memory that is allocated without a value with NaN, or the largest integers, so that reading it shows.
+
+    A sanitizer detects such reads itself. For tests of compiled code, torch would generate other code.
     """
-    monkeypatch.setattr(deqfast.ops.memory, "SMALLEST", sys.maxsize)  # a history kept from before would hold numbers
+    # Memory kept from an earlier history would hold numbers.
+    monkeypatch.setattr(deqfast.ops.memory, "SMALLEST", sys.maxsize)
     before = torch.are_deterministic_algorithms_enabled()
     if not (SANITIZED or request.path.name in ("test_compile.py", "test_compiled.py")):
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)

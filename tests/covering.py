@@ -8,9 +8,9 @@ from typing import Any
 
 
 def covering(combinations: Sequence[Mapping[str, Any]], strength: int) -> set[int]:
-    """Indices of combinations {parameter: value}, chosen greedily until all groups of `strength` values have occurred.
+    """Indices of combinations {parameter: value}, chosen greedily so that all groups of `strength` values occur.
 
-    Those that occur in `combinations`: every value with strength 1, every pair of values with 2; 0 chooses the first.
+    The groups are those in `combinations`: every value with strength 1, every pair of values with 2; 0 takes the first.
     """
     values = [[(name, repr(value)) for name, value in sorted(one.items())] for one in combinations]
     groups = [set(itertools.combinations(one, strength)) for one in values]

@@ -1,8 +1,8 @@
-"""The CUDA kernels on the CPU: what their threads compute, and whether no barrier, fence or wait is missing.
+"""CUDA kernels on the CPU: their results, and whether a barrier, fence or wait is missing.
 
-``load("picard_step")`` rewrites the few places where csrc/cuda/picard_step_cuda.cu is not C++ (launches, shared
-variables, assembly), compiles it against the headers in emulation/, and registers its kernels as CPU kernels of the ops
-``torch.ops.deqfast_emulated``. They run on emulation/machine.cpp, which says what is emulated.
+``load("picard_step")`` rewrites the few places in csrc/cuda/picard_step_cuda.cu that are not C++: launches, shared
+variables, assembly. It compiles the result with the headers in emulation/, and registers its kernels as CPU kernels of
+the ops ``torch.ops.deqfast_emulated``. They run on emulation/machine.cpp, which describes the emulation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _defined: set[str] = set()
 
 
 def translate(source: str) -> str:
-    """CUDA C++ as C++."""
+    """Translate CUDA C++ to C++."""
     # name<...><<<grid, threads, shared, stream>>>(arguments);
     launch = re.compile(r"(\w+(?:<[^;{}()]*?>)?)<<<([^;]*?)>>>\(([^;]*?)\);", re.DOTALL)
 
@@ -70,7 +70,7 @@ def translate(source: str) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """The arguments of a call, at the commas outside brackets."""
+    """Split the arguments of a call at the commas outside of brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -96,8 +96,8 @@ def load(name: str) -> ctypes.CDLL:
 
 
 def build(path: Path) -> ctypes.CDLL:
-    """The same for any CUDA source."""
-    machine()  # whose functions the kernels call
+    """Build and register the kernels of any CUDA source."""
+    machine()  # the kernels call its functions
     sources = {f"cuda/{file.name}": translate(file.read_text()) for file in (path, *(ROOT / "csrc/cuda").glob("*.cuh"))}
     _define(sources[f"cuda/{path.name}"])
     flags = ["-O1", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000", f"-I{TORCH / 'include'}"]
@@ -107,13 +107,13 @@ def build(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def machine() -> ctypes.CDLL:
-    """What all kernels run on."""
+    """Library of the emulated GPU, on which all kernels run."""
     library = _built("machine.cpp", {"machine.cpp": (SHIMS / "machine.cpp").read_text()}, ["-O2"])
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def _built(name: str, sources: dict[str, str], flags: list[str]) -> Path:
-    """A library of a source. Built once for all processes: a file is named by all that it is made of."""
+    """Library of a source, built once for all processes: the file's name is a hash of everything it is made of."""
     flags = ["-std=c++17", "-w", "-fPIC", f"-I{SHIMS}", *flags]
     folders = (ROOT / "csrc/common", SHIMS)
     used = {str(file): file.read_text() for folder in folders for file in folder.glob("*.h")}
@@ -139,12 +139,12 @@ def _run(arguments: list[str]) -> None:
     assert result.returncode == 0, result.stderr
 
 
-ORDERS = (0, 1, 2, 3)  # in which threads are resumed: as they come, the last first, and two random orders
+ORDERS = (0, 1, 2, 3)  # order in which threads resume: first come first, last come first, and two random orders
 
 
 @contextmanager
 def order(number: int) -> Iterator[None]:
-    """Resume threads in this one of ORDERS, in all kernels loaded: they share one machine."""
+    """Resume threads in this order of ORDERS, in all loaded kernels, which share one machine."""
     machine().emulation_set_order(number)
     try:
         yield
@@ -153,7 +153,7 @@ def order(number: int) -> Iterator[None]:
 
 
 def set_device(processors: int, shared_memory: int) -> None:
-    """Multiprocessors, and bytes of shared memory that a block may ask for."""
+    """Set the number of multiprocessors, and the most bytes of shared memory per block."""
     machine().emulation_set_device(processors, shared_memory)
 
 
@@ -162,7 +162,7 @@ def address(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def launches() -> int:
-    """Kernels launched so far."""
+    """Number of kernels launched so far."""
     count = machine().emulation_launches
     count.restype = ctypes.c_uint64
     return count()

@@ -1,8 +1,10 @@
 #!/usr/bin/env python
 """Check of an installed wheel, outside of a checkout: import, backends, forward and backward passes on the CPU.
 
-python tests/installed.py cpp torch     # the wheel with the CPU kernels
-python tests/installed.py torch         # the wheel without compiled parts: kernel="cpp" must be absent
+    python tests/installed.py cpp torch     # the wheel with the CPU kernels
+    python tests/installed.py torch         # the wheel without compiled parts: kernel="cpp" must be absent
+
+The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations

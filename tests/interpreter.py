@@ -1,7 +1,6 @@
-"""Whether triton interprets: without a GPU it does, from the import of this module on.
+"""Triton's interpreter: without a GPU it is used, from the import of this module on.
 
-To be imported before deqfast: triton reads TRITON_INTERPRET when it decorates its own functions, that is when it is
-imported, which torch's compiler does.
+Import this before deqfast: triton reads TRITON_INTERPRET when it is imported, and torch's compiler imports it.
 """
 
 import os

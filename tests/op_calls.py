@@ -1,4 +1,4 @@
-"""Calls of every registered op: arguments that are right, and what must not change a bit of the outcome."""
+"""Calls of every registered op: valid arguments, and circumstances that must not change a bit of the outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deqfast.testing.fc_states import FCCase
 from deqfast.testing.norm_states import NormCase
 from deqfast.testing.states import METHODS, Case, StepsCase, make_state, same_bits
 
-# The same examples on every machine. The fixture that poisons memory is the same for all of them.
+# The same examples on every machine. The fixture that poisons memory is the same for all examples.
 examples = settings(
     max_examples=40,
     deadline=None,
@@ -38,7 +38,7 @@ STEPS: dict[str, Case] = {
 }
 SHORT_HISTORY: dict[str, Any] = {"history_dtype": torch.bfloat16}
 OPTIONS: dict[str, dict[str, Any]] = {"fp32": {}, "fp64": {"dtype": torch.float64}}
-# Of the ops in which some tensors may be shorter than the state.
+# Ops in which some tensors may have a shorter dtype than the state.
 SHORT: dict[str, Any] = {
     "multisecant_step": SHORT_HISTORY,
     "multisecant_transposed": SHORT_HISTORY,
@@ -50,7 +50,7 @@ SHORT: dict[str, Any] = {
 
 
 def tensors(op: str) -> list[str]:
-    """The names of those arguments that are tensors, the first of them."""
+    """Names of the arguments that are tensors; these come first."""
     return [argument.name for argument in arguments_of(op) if str(argument.type) == "Tensor"]
 
 
@@ -59,7 +59,7 @@ def arguments_of(op: str) -> list[Any]:
 
 
 def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
-    """Arguments that are right, in the order of the schema. dtype: "fp32", "fp64", or "short", see SHORT."""
+    """Valid arguments in the order of the schema. dtype: "fp32", "fp64", or "short", see SHORT."""
     options: Any = SHORT[op] if dtype == "short" else OPTIONS[dtype]
     values: list[Any]
     if op in STEPS:
@@ -99,7 +99,7 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 
 def outcome(op: Callable[..., Any], values: list[Any], copy: Callable[[Tensor], Tensor] = torch.clone) -> list[Tensor]:
-    """Its results, and what it has made of copies of its arguments."""
+    """Return the op's results, and copies of its arguments after the call."""
     values = [copy(value) if isinstance(value, Tensor) else value for value in values]
     results = op(*values)
     results = [results] if isinstance(results, Tensor) else results or []
@@ -107,7 +107,7 @@ def outcome(op: Callable[..., Any], values: list[Any], copy: Callable[[Tensor], 
 
 
 def circumstances(implementation, set_threads) -> Iterator[None]:
-    """What must not matter: the threads of the CPU, the order of those of a GPU, or nothing but the time."""
+    """Circumstances that must not matter: the threads of the CPU, the order of a GPU's threads, or only the time."""
     if implementation.name == "cpp":
         for threads in (1, 2, 3, 4):
             yield set_threads(threads)
@@ -120,13 +120,14 @@ def circumstances(implementation, set_threads) -> Iterator[None]:
 
 
 def of_sample(tensor: Any, row: int, batch: int) -> Any:
-    """The part of a sample; the batch is the first dimension of that size, and what has none is of all samples."""
+    """Part of one sample. The batch is the first dimension of that size; a tensor without one belongs to all
+    samples."""
     sizes = tensor.shape[:2] if isinstance(tensor, Tensor) else ()
     return tensor.narrow(sizes.index(batch), row, 1).clone() if batch in sizes else tensor
 
 
 def check_bits(op: Callable[..., Any], values: list[Any], implementation, set_threads, batch: int = 0) -> None:
-    """Neither the circumstances nor, in a batch, the mates of a sample change a bit. No other size may be `batch`."""
+    """Neither the circumstances nor the other samples of a batch change a bit. No other size may be `batch`."""
     together = outcome(op, values)
     for _ in circumstances(implementation, set_threads):
         assert all(map(same_bits, outcome(op, values), together))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""The tests as other processors compute: under other kernels of torch, oneDNN and MKL, threads and random numbers.
+"""The tests with the rounding of other processors: other kernels of torch, oneDNN and MKL, threads and random numbers.
 
-Rounding differs from processor to processor, and a tolerance that was read off one of them fails on another. Each
-perturbation is a run of pytest with other environment variables; what this processor does not have is skipped, and
-said to be. A table ends the output: what failed, and under which perturbation. The exit status is 1 if anything did.
+Rounding differs between processors, and a tolerance that was read off one of them fails on another. Each perturbation
+is a run of pytest with other environment variables. Perturbations that this processor does not support are skipped and
+reported. A table at the end lists the failures and their perturbations. The exit status is 1 if there are any.
 
-    python tests/perturbed.py                        # the suite but for emulated and interpreted kernels
+    python tests/perturbed.py                        # the suite without emulated and interpreted kernels
     python tests/perturbed.py --only mkl seed -- tests/test_solve.py -k broyden
 """
 
@@ -25,9 +25,10 @@ REST = ["tests", "-k", "not emulated and not triton and not of_the_cuda_kernels"
 
 
 def every_perturbation(instructions: set[str]) -> list[tuple[str, dict[str, str], str]]:
-    """Name, environment of the run, and the reason to skip it, if any: one setting moved at a time, the first is none.
+    """Name, environment of the run, and the reason to skip it, if any. Each changes one setting; the first changes
+    none.
 
-    A setting needs instructions of the processor, or changes nothing without those that it leaves out.
+    A setting needs instructions of the processor, or changes nothing if the processor lacks those that it leaves out.
     """
     no_mkl = "" if torch.backends.mkl.is_available() else "torch was built without MKL"
     no_onednn = "" if torch.backends.mkldnn.is_available() else "torch was built without oneDNN"
@@ -62,7 +63,7 @@ def instructions() -> set[str]:
 
 
 def run(environment: dict[str, str], selection: list[str]) -> tuple[set[str], str]:
-    """The tests that failed, and what the run says of itself at its end."""
+    """Run pytest; return the failed tests, and the summary at its end."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *selection]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, text=True, capture_output=True, check=False)
     if done.returncode > 1:
@@ -77,7 +78,7 @@ def main() -> int:
     chosen = every_perturbation(instructions())
     names = ", ".join(name for name, *_ in chosen)
     runs.add_argument("--only", nargs="+", default=[""], metavar="NAME", help=f"of {names}, or their starts")
-    runs.add_argument("selection", nargs="*", default=REST, help="what pytest is given, behind a --")
+    runs.add_argument("selection", nargs="*", default=REST, help="arguments of pytest, after a --")
     given = runs.parse_args()
     chosen = [one for one in chosen if one[0].startswith(tuple(given.only))]
     if not chosen:

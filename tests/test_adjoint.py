@@ -1,4 +1,4 @@
-"""Gradients through a solve: three ways in float64, by definition, of bad samples, of scaled losses, twice."""
+"""Gradients through a solve: three ways in float64, for broken samples, for scaled losses, and twice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS.values(), ids=ADJOIN
 
 
 class Toy:
-    """z = tanh(W z + U x + b) with all its tensors at hand, |W| = 0.6; x (B, n), z (B, m)."""
+    """z = tanh(W z + U x + b) with its tensors as attributes, |W| = 0.6; x (B, n), z (B, m)."""
 
     def __init__(self, batch: int = 3, dtype: torch.dtype = torch.float64, n: int = 3, m: int = 4):
         generator = torch.Generator().manual_seed(0)
@@ -139,8 +139,8 @@ class TestDefinitions:
     @pytest.mark.parametrize("adjoint", [Reversible(25), Implicit(), Unrolled(60)])
     @pytest.mark.parametrize("second", [lambda h, w: h, lambda h, w: h.sin(), lambda h, w: h @ w])
     def test_sources_that_depend_on_one_another(self, adjoint, second):
-        """x holds a tensor twice, one made of another, one made with a weight that the cell holds too; and so does the
-        cell one of x."""
+        """x holds a tensor twice, one made of another, and one made with a weight that the cell holds too. The cell
+        holds one of x."""
         w, h = torch.randn(3, 3, dtype=torch.float64) / 8, torch.randn(2, 3, dtype=torch.float64)
 
         def value(w, h):
@@ -288,14 +288,14 @@ class TestBadSamples:
 
     @staticmethod
     def overflowing(rows):
-        """From finite input: under a factor of 1e160 the third iterate overflows; the others are contractions."""
+        """The input is finite: with a factor of 1e160 the third iterate overflows; the others are contractions."""
         weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
         gain = torch.tensor([[1.0], [1e160], [0.5]], dtype=torch.float64)[rows]
         return lambda z, x: weight * x * z + 1, gain, torch.ones(len(rows), 2).double(), [weight]
 
     @staticmethod
     def structure(rows):
-        """x may hold what has no batch dimension, and indices."""
+        """x may contain tensors without a batch dimension, and indices."""
         table, shift = (torch.randn(*shape, 2, dtype=torch.float64, requires_grad=True) for shape in ((5,), ()))
         gain = torch.tensor([[1.0], [math.nan], [2.0]], dtype=torch.float64)
         x = {"index": torch.tensor([4, 3, 1])[rows], "gain": gain[rows], "shift": shift, "name": "shared"}
@@ -350,7 +350,7 @@ class TestIncomingGradients:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_backward_solve_in_low_precision_ends_at_its_floor(dtype):
-    """In float32 it would wait until max_iter for what products of 16 bits cannot give, and so would a tangent."""
+    """In float32 it would run to max_iter, because products of 16 bits are not exact enough; so would a tangent."""
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 12
     x = torch.ones(8, 32, dtype=dtype, requires_grad=True)
     block = DEQBlock(
@@ -363,7 +363,7 @@ def test_a_backward_solve_in_low_precision_ends_at_its_floor(dtype):
     assert torch.func.jvp(block, (x.detach(),), (torch.ones_like(x),))[1].dtype == dtype
 
 
-# Routes to a second derivative in x; those of autograd.functional take one that is absent for zero.
+# Routes to a second derivative in x. autograd.functional treats an absent one as zero.
 ROUTES = {
     "grad": lambda f, x: torch.autograd.grad(torch.autograd.grad(f(x), x, create_graph=True)[0].sum(), x),
     "backward": lambda f, x: torch.autograd.grad(f(x), x, create_graph=True)[0].sum().backward(inputs=[x]),
@@ -384,7 +384,7 @@ class TestSecondDerivatives:
 
     @pytest.mark.parametrize("held", ["in x", "by the cell", "by both"])
     def test_implicit_is_differentiable_any_number_of_times(self, held):
-        # Few numbers: finite differences are taken of each with each.
+        # Few numbers, since finite differences are taken for all pairs.
         toy, solver = Toy(batch=2, n=1, m=2), Broyden(rtol=TIGHT, max_iter=60)
 
         def layer(x, w, u, b):
@@ -449,7 +449,7 @@ class TestStructures:
 @every_adjoint
 @pytest.mark.parametrize("retained", [[], [True], [True, False]], ids=["no pass", "a retained one", "two"])
 def test_backward_passes_are_alike_and_the_graph_is_freed_with_the_output(adjoint, retained):
-    """Without the garbage collector, and without a pass that frees it: no reference cycle holds an evaluation."""
+    """Freed without the garbage collector and without a backward pass: no reference cycle holds an evaluation."""
     toy, held = Toy(), []
 
     def cell(z, x):

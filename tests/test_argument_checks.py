@@ -1,4 +1,4 @@
-"""Errors of wrong names, options and cells: each says what to write in their place."""
+"""Errors for wrong names, options and cells say what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Auto: what its first stage solves is Broyden's, what is left is solved, and no sample depends on the others."""
+"""Auto: its first stage is Broyden, later stages solve the rest, and no sample depends on the others."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_sample_whose_start_is_broken_is_not_tried_again():
 
 @pytest.mark.parametrize("kernel", ["cpp", "torch"], indirect=True)
 def test_a_stage_does_not_take_its_own_start_for_that_of_the_solve(kernel):
-    """Far away, where no iterate gains any more, residuals are small only next to |z|."""
+    """Far away, where no iterate gains any more, residuals are small only compared with |z|."""
     solution = deqfast.solve(lambda z: z + 1 + 1e-3 * z.abs(), torch.zeros(1, 2), Auto(max_iter=80, rtol=2e-3), kernel)
     assert not bool(solution.converged.any())
 

@@ -191,7 +191,7 @@ class TestWarnings:
 
     @pytest.mark.filterwarnings("ignore")
     def test_the_look_leaves_no_trace(self):
-        """Of random numbers, buffers, and what a cell keeps of its last evaluation."""
+        """It restores random numbers, buffers, and what a cell keeps of its last evaluation."""
 
         class Keeping(nn.Module):
             def __init__(self):
@@ -222,7 +222,7 @@ class TestWarnings:
 
     @pytest.mark.parametrize("solve", [False, True])
     def test_how_often(self, solve):
-        """Once for a block and its replicas, and never by `fixed_point`, which makes a block at each call."""
+        """Once for a block and its replicas. Never by `fixed_point`, which makes a block at each call."""
         calls, x = [], torch.randn(2, 3)
 
         def cell(z, x):
@@ -243,7 +243,7 @@ class TestWarnings:
     def test_not_of_cells_that_stay_the_same(self, dtype):
         layers = nn.Dropout(0.0), nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.BatchNorm1d(3).eval(), nn.Dropout(0.5).eval()
         residual, x = ResidualCell(8), torch.randn(4, 3)
-        for convolution in (residual.conv1, residual.conv2):  # as drawn they need not contract
+        for convolution in (residual.conv1, residual.conv2):  # their initial weights need not contract
             convolution.weight.data.mul_(0.3)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             for cell in (FCCell(3, 8), *map(self.Cell, layers)):
@@ -303,7 +303,7 @@ def in_two_processes(rank: int, path: str) -> None:
 
 
 def cells_as_units(mesh: DeviceMesh, share: torch.Tensor) -> None:
-    """A checkpoint changes nothing of cells that are sharded by themselves, and Reversible refuses them."""
+    """A checkpoint does not change results of cells that are sharded themselves, and Reversible refuses them."""
     found = []
     for adjoint in (Unrolled(5), Unrolled(5, checkpoint=True), Reversible(5)):
         model = parallel_model(adjoint)

@@ -1,4 +1,4 @@
-"""broyden_step, Broyden's good method from its steps only: what it forgets, and solves with it. See test_steps.py."""
+"""broyden_step, Broyden's good method from its steps only: when it forgets, and solves with it. See test_steps.py."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 def test_a_cell_is_compiled_once_whole_and_for_good(kernel):
-    """The look-up of the kernel is no part of the graph, and the graph no other after it."""
+    """The look-up of the kernel is not part of the graph, and the graph stays the same after it."""
     choice.looked_up.cache_clear()
     graphs = []
     cell = torch.compile(
@@ -191,7 +191,7 @@ class HookedCell(LinearCell):
         self.log.append("end_solve")
 
     def cancel_solve(self):
-        raise AssertionError("called only where a forward pass raises")
+        raise AssertionError("called only if a forward pass raises")
 
     def fixed_point(self, x, z0, solver, kernel):
         assert isinstance(solver, Broyden) and kernel == "auto" and (z0 == 1).all() and not torch.is_grad_enabled()
@@ -199,7 +199,7 @@ class HookedCell(LinearCell):
         return solve(lambda z: LinearCell.forward(self, z, x), z0, solver) if self.solves else None
 
     def has_settled(self):
-        raise AssertionError("asked only by blocks with cuda_graph")
+        raise AssertionError("called only by blocks with cuda_graph")
 
 
 class TestHooks:

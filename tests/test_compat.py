@@ -308,7 +308,7 @@ def test_a_row_of_x_that_is_nan(options):
 
 class TestNames:
     def test_every_public_name_of_torchdeq_is_there(self):
-        """But for what its modules import for themselves."""
+        """Except names that its modules import for their own use."""
         for module in (torchdeq, torchdeq.core, torchdeq.norm, torchdeq.loss, torchdeq.utils, torchdeq.dropout):
             named = getattr(module, "__all__", vars(module))
             public = [
@@ -704,7 +704,7 @@ class TestTrajectory:
         assert_same(*found, after_solve(1e-6, CONDITION, derivatives=1))
 
     def test_a_solve_that_ends_before(self):
-        """The states behind its end are the value, of which each has a copy."""
+        """The states after its end are copies of the value."""
         solver = deqfast.Picard(rtol=1e-2, max_iter=50)
         block = deqfast.DEQBlock(self.cell, solver)
         first, late, last, value = block.trajectory(self.x, [1, 40, 50])

@@ -349,7 +349,7 @@ def test_what_changes_before_a_solve_reaches_the_compiled_code():
 
 @pytest.mark.parametrize("where", ["torch freezes weights", "another default device"])
 def test_settings_of_torch(where):
-    """Weights are no constants, and tensors are made on the device of the state."""
+    """Weights are not constants, and tensors are made on the device of the state."""
     ordinary, compiled = both(Linear(), Picard(TOL, 60))
     x = torch.randn(4, 3)
     frozen = where == "torch freezes weights"

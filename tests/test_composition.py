@@ -1,4 +1,4 @@
-"""Blocks in models: what runs around a forward pass, between it and the backward, or once more."""
+"""Blocks in models: code around a forward pass, between forward and backward, or run again."""
 
 from __future__ import annotations
 

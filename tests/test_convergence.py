@@ -1,7 +1,7 @@
-"""CONVERGED is never said of a map without a fixed point, and no answer has a longer residual than the start.
+"""CONVERGED is never the status of a map without a fixed point, and no answer has a longer residual than the start.
 
-The backward solve u = J^T u + g of ``Implicit`` starts at u = g, where the residual is J^T g: so whatever it returns is
-a solution at least as good as JFB's, and |u - u*| <= |(I - J^T)^-1| |r|.
+The backward solve u = J^T u + g of ``Implicit`` starts at u = g, with the residual J^T g. Whatever it returns is
+therefore a solution at least as good as JFB's, and |u - u*| <= |(I - J^T)^-1| |r|.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def jacobian(kind: str, size: int, radius: float, seed: int) -> torch.Tensor:
         j = j.triu(1) + torch.diag(torch.rand(size, generator=draw, dtype=torch.float64).mul(2).sub(1))
         return j * (radius / j.diagonal().abs().max())
     j = j * (radius / torch.linalg.eigvals(j).abs().max())
-    if kind == "conserved":  # J^T keeps the mean of u: u = J^T u + g has no solution but for a g without one
+    if kind == "conserved":  # J^T keeps the mean of u: u = J^T u + g has a solution only for a g of mean zero
         mean = torch.full((size, size), 1 / size, dtype=torch.float64)
         centre = torch.eye(size, dtype=torch.float64) - mean
         return mean + centre @ j @ centre

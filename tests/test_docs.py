@@ -43,7 +43,7 @@ def python_of(page: Path) -> list[Block]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The names of a page's headings, as they stand in links."""
+    """Names of a page's headings in the form of links."""
     prose = FENCED.sub("", page.read_text())
     headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}

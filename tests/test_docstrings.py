@@ -10,7 +10,7 @@ import torch
 
 import deqfast
 
-# What has no example: types of results, what is asked of the machine, options of torch, and a module.
+# No example: types of results, queries of the machine, options of torch, and a module.
 WITHOUT = {
     "Availability",
     "CellHooks",

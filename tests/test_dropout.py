@@ -101,7 +101,7 @@ def test_dimensions_that_share_a_draw(dims, drawn, dtype):
 
 def test_no_warning_of_a_changing_cell(recwarn):
     DEQBlock(Cell(SolveDropout(0.5)))(inputs())
-    DEQBlock(Cell(SolveDropout(0.5)), init=nn.Dropout(0.5))(inputs())  # which is no part of the cell
+    DEQBlock(Cell(SolveDropout(0.5)), init=nn.Dropout(0.5))(inputs())  # not part of the cell
     assert not recwarn.list
     with pytest.warns(UserWarning, match=r"cell.drop \(Dropout\); .* deqfast.SolveDropout"):
         DEQBlock(Cell(nn.Dropout(0.5)))(inputs())
@@ -121,9 +121,9 @@ def test_checkpoint_around_the_block(reentrant):
 @pytest.mark.parametrize("adjoint", ["jfb", Reversible(5), Unrolled(5, checkpoint=True)], ids=str)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_calls_in_a_backward_pass_are_refused_not_wrong(adjoint, reentrant):
-    """By a checkpoint inside of the cell, or by an adjoint that calls the cell once more."""
+    """By a checkpoint inside of the cell, or by an adjoint that calls the cell again."""
     if adjoint == "jfb" and reentrant is None:
-        return  # which calls nothing once more
+        return  # it calls nothing again
     z = DEQBlock(Cell(SolveDropout(0.5), reentrant), adjoint=adjoint)(inputs().requires_grad_())
     with pytest.raises(RuntimeError, match=r"its mask was gone.*Reversible, Unrolled\(checkpoint=True\)"):
         z.sum().backward()

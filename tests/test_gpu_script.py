@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh where there is no GPU: the dry run, its arguments, and what it says of phases that fail."""
+"""benchmarks/gpu.sh without a GPU: the dry run, its arguments, and its report of phases that fail."""
 
 import json
 import os
@@ -87,8 +87,8 @@ def test_the_first_look_names_what_is_wrong(monkeypatch, capsys):
     [
         (["--fast"], {}, "unknown argument '--fast'"),
         (["--out"], {}, "--out needs a folder"),
-        (["lunch"], {}, "'lunch' is no phase, only: build smoke measure memcheck tests sanitizers"),
-        ([], {"PYTHON": "no-such-python"}, "'no-such-python' is no command"),
+        (["lunch"], {}, "'lunch' is not a phase: build smoke measure memcheck tests sanitizers"),
+        ([], {"PYTHON": "no-such-python"}, "'no-such-python' is not a command"),
         ([], {"DEQFAST_WHEELS": "/no/such/folder"}, "DEQFAST_WHEELS: '/no/such/folder' is not a folder"),
     ],
 )

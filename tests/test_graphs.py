@@ -89,7 +89,7 @@ class Mark:
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
-    """Graphs that are recorded, where there is no GPU."""
+    """Recorded graphs, for machines without a GPU."""
     if GPU:
         return
     monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
@@ -127,7 +127,7 @@ def inputs(batch=4, seed=0):
 
 
 def assert_same(actual, expected):
-    """But for the calls of f, which depend on how often the host looks."""
+    """Compare everything except the calls of f, which depend on how often the host looks."""
     assert_same_solution(actual, expected, but=("evaluations", "sample_evaluations"))
 
 
@@ -240,7 +240,7 @@ def test_waits_are_found_by_the_warnings_of_this_thread(monkeypatch):
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 @pytest.mark.parametrize("refused", [True, False], ids=["before the capture", "in the capture"])
 def test_a_failed_capture_leaves_no_trace(refused, monkeypatch):
-    """The ordinary loop goes on from there, on the stream of before, and others can be captured."""
+    """The ordinary loop continues from there, on the previous stream, and others can be captured."""
 
     class Waiting(nn.Module):
         capturing_only = False

@@ -158,7 +158,7 @@ def test_what_groups_need_and_refuse():
 
 
 class TestInconsistency:
-    """What a solve takes for converged is judged once more by the evaluation that the gradient is made of."""
+    """Samples that a solve takes for converged are judged again by the evaluation for the gradient."""
 
     @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "shine"])
     def test_coupled_rows(self, adjoint):

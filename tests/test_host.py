@@ -1,4 +1,4 @@
-"""What a solve asks of the host: operations and launches per step, and waits for the device, counted."""
+"""Load of a solve on the host: operations and launches per step, and waits for the device, counted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_step_is_one_operation(name, kernel, device):
     first_copy = ["aten::clone"] if op == "multisecant_step" else []
     op += "_triton" if kernel == "triton" else ""
     assert steps[0] == [f"deqfast::{op}", *first_copy]
-    # Behind the last step the results are read.
+    # After the last step the results are read.
     assert all(step == [f"deqfast::{op}"] for step in steps[1:-1]) and steps[-1][0] == f"deqfast::{op}"
 
 

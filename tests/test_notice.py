@@ -48,8 +48,7 @@ class TestAtOnce:
 
 
 class Device:
-    """Stand-in for a GPU that lags behind: copies that the host does not wait for arrive, and events with them, when
-    it is told to catch up."""
+    """Stand-in for a slow GPU: copies that the host does not wait for, and events, arrive only in `catch_up`."""
 
     def __init__(self, monkeypatch):
         self.copies, self.events = [], []

@@ -161,7 +161,7 @@ def contiguous(tensor):
 
 COLLAPSE = ["class_means", "within_class_scatter"]
 WINDOW = "left", "df", "gram"
-# (op, the argument that is named, what is given in the place of right arguments, what the message says)
+# (op, the argument that is named, what replaces valid arguments, what the message says)
 MISTAKES = [
     ("multisecant_step", "left", {"left": torch.Tensor.half}, ["bfloat16 with float32"]),
     ("multisecant_step", "left", of_history(0, *WINDOW), ["1 to "]),
@@ -220,7 +220,7 @@ class TestArguments:
     def refuses(self, implementation):
         def refuse(op, name, changes, *fragments):
             given, run = good(op, implementation.device), op_of(op, implementation)
-            if name not in tensors(op):  # what was right once is not asked again, but for the numbers
+            if name not in tensors(op):  # valid tensors are not checked again, only numbers
                 run(*given.values())
                 given = good(op, implementation.device)
             for changed, change in changes.items():

@@ -1,4 +1,4 @@
-"""What holds of every solve, whatever the shapes, dtypes, memory, solver, kernel, gradient, and batch mates."""
+"""Properties of every solve, for any shapes, dtypes, memory, solver, kernel, gradient, and other samples."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def same(a, b, rows_a=slice(None), rows_b=slice(None)):
 @examples
 @given(seeds, st.integers(2, 6), shapes, dtypes, solvers(), kernels, st.data())
 def test_a_sample_knows_nothing_of_its_batch(seed, batch, shape, dtype, solver, kernel, data):
-    """Alone, among others in another order, and among others that break down: the same bits."""
+    """By itself, among others in another order, and among others that break down, it has the same bits."""
     f, z0 = Map(seed, batch, shape, dtype), random(seed + 2, batch, *shape, dtype=dtype)
     together = solve(f, z0, solver, kernel)
     row = data.draw(st.integers(0, batch - 1))

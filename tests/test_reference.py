@@ -207,7 +207,7 @@ class TestWindow:
     @pytest.mark.parametrize("method", [BROYDEN_GOOD, ANDERSON_I, ANDERSON_II])
     @pytest.mark.parametrize("repeated", [1, 2, 3])
     def test_dependent_pairs_are_dropped_oldest_first(self, method, repeated):
-        """Pair `repeated` (by age) is the one before it once more: it and all older ones get no weight."""
+        """Pair `repeated` (by age) repeats the one before it: it and all older ones get no weight."""
         history, k = 4, 9
         gram, t, _, slots = self.window(k, history, method)
         a, b = slots[repeated - 1], slots[repeated]

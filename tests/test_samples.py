@@ -48,7 +48,7 @@ def test_a_broken_sample_replaces_no_row_of_a_weight(per_sample, adjoint):
 
 @pytest.mark.parametrize("batch", [B, B + 1])
 def test_a_broken_sample_of_a_square_batch_leaves_no_trace(batch):
-    """Features of shape (B, B) beside another tensor are told from a weight by the row that is not finite."""
+    """Features of shape (B, B) next to another tensor differ from a weight by the row that is not finite."""
     features, weight = torch.randn(batch, B), nn.Parameter(0.2 * torch.randn(B, B))
     features[2] = torch.nan
     x = {"features": features, "scale": torch.ones(batch, 1)}
@@ -72,7 +72,7 @@ def test_the_rule():
     square, parameter = torch.zeros(B, B), nn.Parameter(torch.zeros(B, 2))
     x = [square, torch.zeros(B), torch.zeros(3, B), torch.tensor(1.0), parameter, torch.eye(B).to_sparse(), "a"]
     assert mark_samples(x, B) == [None, True, False, False, False, False, False]
-    assert mark_samples(square, B) == [True]  # alone it is the batch
+    assert mark_samples(square, B) == [True]  # by itself it is the batch
     assert mark_samples([square, torch.zeros(3)], B, [True, False]) == [True, False]
 
 

@@ -174,7 +174,7 @@ def test_gradients_are_nearer_to_the_implicit_ones_than_those_of_jfb(name):
 
 
 def test_a_short_step_does_not_shrink_the_estimate(kernel, device):
-    """Without pairs it is that of JFB, whatever the length of the steps."""
+    """Without pairs it is JFB's, for any length of the steps."""
     z0, v = torch.zeros(2, 5, device=device), torch.arange(10.0, device=device).view(2, 5)
     solver = deqfast.Broyden(max_iter=2, relaxation=0.5)
     solution = deqfast.solve(lambda z: 0.9 * z.cos() + 1, z0, solver, kernel, keep_inverse=True)
@@ -233,7 +233,7 @@ def test_it_needs_a_history():
 
 
 class TestFallback:
-    """Where the inverse of the history makes too much of a gradient, that of JFB is taken, sample by sample."""
+    """If the inverse of the history makes a sample's gradient too long, JFB's is taken."""
 
     def gradients(self, adjoint):
         """Of samples of slopes near 0 and near 1, whose inverse is 1 and 20."""

@@ -1,18 +1,26 @@
-"""The check of the built site finds what it looks for, on small sites with one fault each."""
+"""The site: its check finds what it looks for, on small sites with one fault each; pages link to the API."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-FILE = Path(__file__).parents[1] / "docs" / "check_site.py"
-spec = importlib.util.spec_from_file_location("check_site", FILE)
-assert spec is not None and spec.loader is not None
-check_site = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_site)
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_site = script("check_site")
 BROWSER = next(filter(None, map(shutil.which, check_site.BROWSERS)), None)
 RIGHT = '<h1 id="a">A</h1><a href="#a">a</a> <a href="other.html#b">b</a> <a href="https://example.org/none">c</a>'
 
@@ -53,3 +61,12 @@ def test_a_fault_in_the_browser_is_named(tmp_path: Path, content: str, fault: st
         assert found == []
     else:
         assert found and all(one.startswith("index.html at ") and fault in one for one in found)
+
+
+def test_the_first_mention_of_an_object_is_linked() -> None:
+    pytest.importorskip("mkdocs")
+    hooks = script("hooks")
+    page = "# `Auto`\n\n```python\n`Auto`\n```\n[`Auto`](a.md) `Auto()` `Auto` `Cell` `solve` `deqfast.solve(f)` `fc`\n"
+    linked = hooks._linked(page, hooks._documented())
+    expected = page.replace("`Auto()`", "[`Auto()`][deqfast.Auto]")
+    assert linked == expected.replace("`deqfast.solve(f)`", "[`deqfast.solve(f)`][deqfast.solve.solve]")

@@ -178,7 +178,7 @@ class TestStall:
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_never_in_full_precision(self, dtype, kernel, device):
-        """Neither at the rounding floor of f's own dtype, nor at that of a bfloat16 that f does not own up to."""
+        """Neither at the rounding floor of f's own dtype, nor at the floor of a bfloat16 that f hides."""
         problem = tanh(device=device, dtype=dtype)
         solution = self.solve(lambda z: problem.f(z).bfloat16().to(dtype), problem.z0, kernel)
         assert Status.MAX_ITER in solution.status.tolist() and Status.STALLED not in solution.status.tolist()
@@ -192,7 +192,7 @@ class TestStall:
         assert solution.status.tolist() == [Status.MAX_ITER] and (solution.residual < 8 * unit).all()
 
     def test_five_iterations_without_a_gain(self, kernel, device):
-        # In units of float16's rounding the residuals are 4, 2, 2, 2, ...; those of the second sample gain once more.
+        # In units of float16's rounding the residuals are 4, 2, 2, 2, ...; the second sample's fall again later.
         unit = torch.finfo(torch.float16).eps
         script = torch.tensor([[4, 2] * 6, [4, 2, 4, 2, 4, 3, 4, 3, 4, 3, 4, 3]], device=device) * unit + 1
         calls = iter(range(12))
@@ -253,7 +253,7 @@ def test_f_and_the_caller_see_the_memory_order_of_z0(z0, f):
     [("bfloat16", "float32"), ("float16", "float32"), ("bfloat16 float32", "float32"), ("float32 float64", "float64")],
 )
 def test_dtypes_are_kept_and_the_widest_is_solved_in(dtypes, of_the_solve, kernel, device):
-    """See test_properties.py for the answer of several leaves: that of the leaves side by side."""
+    """See test_properties.py for the answer of several leaves, which equals the answer of the concatenated ones."""
     if (kernel, of_the_solve) == ("triton", "float64"):
         pytest.skip("the Triton kernels have no float64")
     dtypes = [getattr(torch, dtype) for dtype in dtypes.split()]

@@ -1,5 +1,5 @@
-"""The steps of all methods, every implementation against the reference in float64: at most twice the error of plain
-torch in the same dtype, see deqfast/testing/states.py."""
+"""Steps of all methods, every implementation compared with the reference in float64. Its error is at most twice the
+error of plain torch in the same dtype, see deqfast/testing/states.py."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def befallen(method: str | None, **options) -> Case:
 def shared_size(request, implementation, set_threads, monkeypatch) -> Iterator[int]:
     """The length of a sample that several threads, blocks or programs share, or one thread reads chunk by chunk."""
     odd = request.param == "odd"
-    if implementation.name == "cpp":  # see csrc/cpu/samples.h: threads share odd batches of so many elements
+    if implementation.name == "cpp":  # see csrc/cpu/samples.h: threads share odd batches of this length
         set_threads(4 if odd else 1)
         yield 11 * 4096 + 777 if odd else 2 * 4096
     elif implementation.name == "cuda":

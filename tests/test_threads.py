@@ -20,7 +20,7 @@ SOLVERS = {
     "broyden, pairs": deqfast.Broyden(history_size=4, **RULE),
     "bad broyden": deqfast.Broyden(kind="bad", **RULE),
 }
-# So many elements (csrc/cpu/grain.h) that threads share even a single sample; not whole vectors.
+# Long enough (csrc/cpu/grain.h) that threads share even a single sample; not whole vectors.
 SIZE = 33 * 4096 + 777
 every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])

@@ -83,7 +83,7 @@ def test_computed_once_and_cached_around_it_changes_nothing(adjoint):
 
 
 def test_a_parametrised_buffer():
-    """It has no parameter, from which the device could be told."""
+    """It has no parameter that would give the device."""
     cell = nn.Module()
     cell.register_buffer("scale", torch.tensor(0.2))
     parametrize.register_parametrization(cell, "scale", Counted())
@@ -223,8 +223,8 @@ def test_threads_hold_their_own():
 @every_adjoint
 @pytest.mark.parametrize("where", ["the layer", "the block", "the block, reentrant"])
 def test_checkpoints_of_the_block_and_in_the_cell(adjoint, where):
-    """As many samples as features, so that nothing but its gradient tells a weight from a state. A checkpoint of the
-    block changes no bit, and solves at most once more."""
+    """There are as many samples as features, so that only its gradient distinguishes a weight from a state. A
+    checkpoint of the block changes no bit, and solves at most one more time."""
     own, x, found = where == "the layer", inputs(), []
     plain, block = (DEQBlock(Cell(Counted(), own_checkpoint=at), TIGHT, adjoint, warn=False) for at in (False, own))
     checkpointed = partial(checkpoint, block, use_reentrant=where == "the block, reentrant")
@@ -280,7 +280,7 @@ def test_kernels_of_the_cells(kernel):
 
 
 def test_cuda_graphs_refuse_weights_cached_by_others():
-    """A graph would read them, at a later solve, where they are no more."""
+    """A graph would read them in a later solve, when they no longer exist."""
     block = DEQBlock(Cell(weight_norm), cuda_graph=True)
     with parametrize.cached(), pytest.raises(RuntimeError, match="under parametrize.cached"):
         block(inputs())

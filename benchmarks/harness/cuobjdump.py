@@ -1,10 +1,13 @@
 """Code of the compiled CUDA kernels: their resources on a GPU, read with the disassembler that comes with triton.
 
-PYTHONPATH=benchmarks python -m harness.cuobjdump    prints a table for the built extension
+    PYTHONPATH=benchmarks python -m harness.cuobjdump
+
+The table has a row for every kernel and architecture of the built extension.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -204,6 +207,7 @@ def _dump(option: str, path: str) -> Iterator[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         kernels = cuda_kernels()
     except Unavailable as reason:

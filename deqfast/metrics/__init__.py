@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .conventions import VectorSpread
 from .etf import ETFClassifier
 from .geometry import ClassGeometry, VectorGeometry, class_geometry
 from .neural_collapse import NCResult, neural_collapse
@@ -15,6 +16,7 @@ __all__ = [
     "NCResult",
     "NeuralCollapse",
     "VectorGeometry",
+    "VectorSpread",
     "class_geometry",
     "neural_collapse",
 ]

@@ -9,6 +9,7 @@ from .._checks import check_choice, check_count, check_number
 
 _FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+CENTRES = {"sun": "class-means", "papyan": "samples", "zhu": "samples", "kothapalli": "class-means"}  # by convention
 MAX_COUNTED_CLASSES = 1 << 20  # a larger label is a mistake: its class means would not fit into memory
 
 
@@ -52,14 +53,18 @@ def check_label_range(labels: Tensor, num_classes: int | None) -> int:
     return num_classes
 
 
-def check_options(rtol: float | None, center: str, **counts: int | None) -> None:
-    """Raise unless `rtol`, `center` and the `counts`, by their names, are valid for ``neural_collapse``."""
+def check_options(rtol: float | None, center: str | None, convention: str, **counts: int | None) -> str:
+    """Return the centre of the class means, after a check of the options and `counts` of ``neural_collapse``."""
     for name, value in counts.items():
         if value is not None:
             check_count(name, value)
     if rtol is not None:
         check_number("rtol", rtol, 0.0, 0.99)
+    check_choice("convention", convention, tuple(CENTRES))
+    if center is None:
+        return CENTRES[convention]
     check_choice("center", center, ("class-means", "samples"))
+    return center
 
 
 def check_weight(weight: Tensor, num_classes: int | None, width: int | None) -> None:
@@ -71,11 +76,23 @@ def check_weight(weight: Tensor, num_classes: int | None, width: int | None) -> 
         raise ValueError(f"classifier_weight has shape {tuple(weight.shape)}; it must be {expected}")
 
 
-def checked_weight(weight: Tensor | None, features: Tensor, num_classes: int | None) -> Tensor | None:
-    """Classifier in float64, after a check that it fits the features."""
-    if weight is None:
-        return None
-    check_weight(weight, num_classes, features.shape[1])
-    if weight.device != features.device:
-        raise ValueError(f"classifier_weight is on {weight.device}; it must be on {features.device} as features is")
-    return weight.to(torch.float64)
+def check_bias(bias: Tensor, num_classes: int) -> None:
+    """Raise unless `bias` is a floating-point tensor (num_classes,)."""
+    check_tensor("classifier_bias", bias, _FEATURE_DTYPES)
+    if bias.shape != (num_classes,):
+        raise ValueError(f"classifier_bias has shape {tuple(bias.shape)}; it must be ({num_classes},), one per class")
+
+
+def check_classifier(
+    weight: Tensor | None, bias: Tensor | None, num_classes: int | None, points: Tensor, name: str
+) -> None:
+    """Raise unless `weight` and `bias` fit each other, `num_classes` and the `points` (N, D) of that name."""
+    if weight is not None:
+        check_weight(weight, num_classes, points.shape[1])
+    if bias is not None:
+        if weight is None:
+            raise ValueError("classifier_bias is given, and classifier_weight is None; a bias needs its weight")
+        check_bias(bias, len(weight))
+    for part_name, part in (("classifier_weight", weight), ("classifier_bias", bias)):
+        if part is not None and part.device != points.device:
+            raise ValueError(f"{part_name} is on {part.device}; it must be on {points.device} as {name} is")

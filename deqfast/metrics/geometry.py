@@ -10,6 +10,10 @@ global optima of cross-entropy with free features and a vanishing penalty of fea
 The distance of a matrix M, one row per class, to a target T is ||M M^T / ||M M^T||_F - T / ||T||_F||_F, between 0 and
 sqrt(2) for these positive semidefinite matrices. With equal sizes SELI is the simplex.
 
+The logits of a class mean h_k are W h_k + b. A softmax ignores what they have in common, so their mean is taken away.
+All margins of the three targets are equal: their logits are C up to a factor. The distance of such logits Z (K, K) is
+||Z / ||Z||_F - C / ||C||_F||_F, between 0 and 2. It includes the bias.
+
 The orthogonal frame's lengths: orthogonal means h_k = r_k e_k and W = sum_k g_k C e_k e_k^T decouple the problem. Class
 k has the margin g_k r_k = 1 at the least penalty g_k^2 (1 - 1/K) + n_k r_k^2. Hence r_k^2 is proportional to n_k^(-1/2)
 and g_k^2 to n_k^(1/2).
@@ -26,10 +30,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._checks import check_count
-from .checks import check_features, check_tensor
+from .checks import check_classifier, check_features, check_tensor
 
 _ROUNDING = 16 * torch.finfo(torch.float64).eps  # of vectors whose largest entry is 1
 COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
@@ -70,12 +74,15 @@ class ClassGeometry(NamedTuple):
         cdnv: mean over pairs of classes of (t_i + t_j) / (2 |mu_i - mu_j|^2), t the within-class variances; None
             without ``traces``.
         num_classes: K, the number of classes with at least one sample.
+        logits: distance of the logits of the class means from those of the targets; None without a classifier. No other
+            number here includes the bias.
     """
 
     means: VectorGeometry
     classifier: VectorGeometry | None
     cdnv: float | None
     num_classes: int
+    logits: float | None = None
 
 
 @torch.no_grad()
@@ -85,6 +92,8 @@ def class_geometry(
     classifier_weight: Tensor | None = None,
     traces: Tensor | None = None,
     majority: int | None = None,
+    *,
+    classifier_bias: Tensor | None = None,
 ) -> ClassGeometry:
     """Measure how near class means and classifier are to the simplex, an orthogonal frame and SELI.
 
@@ -95,9 +104,10 @@ def class_geometry(
     Args:
         means: (K, D), class means, not centred; float16, bfloat16, float32 or float64, K and D at least 1.
         counts: (K,), samples of each class, at least 0; int32, int64, float32 or float64.
-        classifier_weight: (K, D), or None.
+        classifier_weight: (K, D), dtypes as of the means, or None.
         traces: (K,), mean of |h - mu_k|^2 over the samples of class k, for ``cdnv``; or None.
         majority: how many of the first classes are the majority, at least 1; None takes those with the most samples.
+        classifier_bias: (K,), dtypes as of the means, for ``logits``; None is 0. It needs ``classifier_weight``.
 
     Returns:
         ClassGeometry. Numbers that are not defined, such as those of a single class, are NaN.
@@ -117,10 +127,7 @@ def class_geometry(
     _check_vector("counts", counts, num_classes, means.device)
     if not bool((counts >= 0).all()) or not bool((counts > 0).any()):
         raise ValueError(f"counts is {counts.tolist()}; it must be at least 0, and one more than 0")
-    if classifier_weight is not None:
-        check_tensor("classifier_weight", classifier_weight, (means.dtype, *COUNT_DTYPES[2:]))
-        if classifier_weight.shape != means.shape:
-            raise ValueError(f"classifier_weight has shape {tuple(classifier_weight.shape)}; it must be as means")
+    check_classifier(classifier_weight, classifier_bias, num_classes, means, "means")
     if traces is not None:
         _check_vector("traces", traces, num_classes, means.device)
     if majority is not None:
@@ -128,12 +135,13 @@ def class_geometry(
     seen = counts > 0
     first = torch.arange(num_classes, device=counts.device) < majority if majority else counts == counts.max()
     points, sizes, large = means[seen].double(), counts[seen].double(), first[seen]
-    rows = None if classifier_weight is None else classifier_weight[seen].double()
+    rows, bias = (None if part is None else part[seen].double() for part in (classifier_weight, classifier_bias))
     return ClassGeometry(
         means=_geometry(points, sizes, large, of_means=True),
         classifier=None if rows is None else _geometry(rows, sizes, large, of_means=False),
         cdnv=None if traces is None else _cdnv(points, traces[seen].double()),
         num_classes=len(points),
+        logits=None if rows is None else _logit_distance(points, rows, bias),
     )
 
 
@@ -165,6 +173,15 @@ def gram_distance(vectors: Tensor, target: Tensor) -> Tensor:
     return norm(gram / norm(gram) - target / norm(target))
 
 
+def _logit_distance(means: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    """||Z / ||Z||_F - C / ||C||_F||_F of the logits Z (K, K) of the class means, centred over the classes."""
+    logits = nn.functional.linear(means, weight, bias)
+    logits = logits - logits.mean(1, keepdim=True)
+    target = simplex(logits[0]) if len(means) > 1 else torch.full_like(logits, math.nan)
+    norm: Callable[..., Tensor] = torch.linalg.vector_norm
+    return float(norm(logits / norm(logits) - target / norm(target)))
+
+
 def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> VectorGeometry:
     """Of vectors (K, D); large: mask (K,) of the majority."""
     count = len(vectors)
@@ -174,8 +191,8 @@ def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> 
     # Of equal vectors nothing centred is defined: what is left is rounding.
     centred = torch.where(lengths.amax() > _ROUNDING * count, centred, math.nan)
     lengths = torch.linalg.vector_norm(centred, dim=1)
-    cosines, angles = (_cosines(one) for one in (vectors, centred))
-    upper = torch.ones_like(cosines, dtype=torch.bool).triu(1)
+    between, angles = (cosines(one) for one in (vectors, centred))
+    upper = torch.ones_like(angles, dtype=torch.bool).triu(1)
     both, neither = large[:, None] & large, ~large[:, None] & ~large
     values = [
         gram_distance(vectors, simplex(sizes)),
@@ -184,12 +201,13 @@ def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> 
         gram_distance(vectors, seli(sizes, of_means)),
         lengths.std(correction=0) / lengths.mean(),
         (angles[upper] + 1 / max(1, count - 1)).abs().mean(),
-        *(cosines[upper & pairs].mean() for pairs in (both, neither, ~both & ~neither)),
+        *(between[upper & pairs].mean() for pairs in (both, neither, ~both & ~neither)),
     ]
     return VectorGeometry(*torch.stack(values).tolist())
 
 
-def _cosines(vectors: Tensor) -> Tensor:
+def cosines(vectors: Tensor) -> Tensor:
+    """The cosines (K, K) of the vectors (K, D)."""
     unit = vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     return unit @ unit.T
 

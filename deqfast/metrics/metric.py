@@ -13,13 +13,21 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from .._checks import check_count
 from ..ops import check_kernel_name, choose_kernel
-from .checks import check_features, check_label_range, check_labels, check_options, check_weight
-from .geometry import class_geometry
-from .neural_collapse import NC1_RESOLUTION, NCResult, make_result, neural_collapse, undefined
-from .statistics import ClassMeans, Samples, between_classes, class_means, default_rtol
+from .checks import (
+    check_bias,
+    check_classifier,
+    check_features,
+    check_label_range,
+    check_labels,
+    check_options,
+    check_weight,
+)
+from .neural_collapse import NC1_RESOLUTION, NCResult, geometry_of, make_result, neural_collapse, undefined
+from .statistics import Classifier, ClassMeans, Samples, between_classes, class_means, default_rtol
 
 MAX_STREAMING_FEATURES = 1024
 
+_OF_MODULE = {"classifier_weight": "weight", "classifier_bias": "bias"}  # what a module given for it must have
 _NO_SAMPLES = "the metric is empty; call update(features, labels) before compute()"
 
 
@@ -33,7 +41,7 @@ class NeuralCollapse(Metric):
     dtype. It takes N x D memory, twice that during ``compute``, and all of it on every process after a distributed
     sync. With ``streaming=True`` the state is a count and a mean per class, and one D x D within-class scatter, in
     float64. Each batch is centred on its own class means before any product. Memory does not grow with N. NC4 needs the
-    samples, and is None.
+    samples, and is None, except in the convention "zhu".
 
     Processes without samples may take part in a distributed sync. A clone or a pickle copies the classifier.
 
@@ -49,6 +57,10 @@ class NeuralCollapse(Metric):
         kernel: as in ``neural_collapse``. With ``streaming=True`` it computes the class means; torch computes the
             scatter.
         geometry: as in ``neural_collapse``.
+        classifier_bias: (num_classes,) tensor, or a module with such a ``bias``, or None, as ``classifier_weight``. The
+            bias of a module given as ``classifier_weight`` is not read: give the module here too.
+        convention: as in ``neural_collapse``.
+        per_class: as in ``neural_collapse``. Not with ``streaming=True``, which keeps one scatter for all classes.
         **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` is False by default, as the classifier may change.
 
     Raises:
@@ -76,30 +88,39 @@ class NeuralCollapse(Metric):
     precision: Tensor
     excluded: Tensor
     classifier_weight: Tensor | nn.Module | None
+    classifier_bias: Tensor | nn.Module | None
 
     def __init__(
         self,
         num_classes: int,
         classifier_weight: Tensor | nn.Module | None = None,
         rtol: float | None = None,
-        center: str = "class-means",
+        center: str | None = None,
         streaming: bool = False,
         num_features: int | None = None,
         kernel: str = "auto",
         geometry: bool = False,
+        *,
+        classifier_bias: Tensor | nn.Module | None = None,
+        convention: str = "sun",
+        per_class: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"compute_with_cache": False, **kwargs})
         check_count("num_classes", num_classes)
-        check_options(rtol, center, num_features=num_features)
+        self.center = check_options(rtol, center, convention, num_features=num_features)
+        if per_class and streaming:
+            raise ValueError("per_class=True needs the samples; streaming=True keeps none: use streaming=False")
         self.num_classes = num_classes
         self.num_features = num_features
         self.rtol = rtol
-        self.center = center
         self.streaming = streaming
         self.kernel = check_kernel_name(kernel)
         self.geometry = geometry
+        self.convention = convention
+        self.per_class = per_class
         self.classifier_weight = classifier_weight
+        self.classifier_bias = classifier_bias
         if streaming:
             self._add_moment_states()
         else:
@@ -107,7 +128,7 @@ class NeuralCollapse(Metric):
             self.add_state("labels", default=[], dist_reduce_fx="cat")
 
     def _add_moment_states(self) -> None:
-        if self.num_features is None and (weight := self._read_weight()) is not None:
+        if self.num_features is None and (weight := self._read("classifier_weight")) is not None:
             self.num_features = weight.shape[1]
         if self.num_features is None:
             raise ValueError("num_features is None; streaming=True needs it, or a classifier_weight (num_classes, D)")
@@ -132,27 +153,35 @@ class NeuralCollapse(Metric):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; ``classifier_weight`` is checked and is not registered as a submodule."""
-        if name == "classifier_weight":
+        """Set an attribute; the classifier is checked and is not registered as a submodule."""
+        if name in _OF_MODULE:
             # If registered, its parameters would also appear in the metric's parameters() and state_dict().
-            object.__setattr__(self, name, self._checked_classifier(value))
+            object.__setattr__(self, name, self._checked(name, value))
         else:
             super().__setattr__(name, value)
 
-    def _checked_classifier(self, value: Any) -> Tensor | nn.Module | None:
+    def _checked(self, name: str, value: Any) -> Tensor | nn.Module | None:
         if value is None:
             return None
-        weight = value.weight if isinstance(value, nn.Module) and hasattr(value, "weight") else value
-        if not isinstance(weight, Tensor):
+        part = getattr(value, _OF_MODULE[name], None) if isinstance(value, nn.Module) else value
+        if not isinstance(part, Tensor):
             raise TypeError(
-                f"classifier_weight is a {type(value).__name__}; give a tensor, a module with a weight, or None"
+                f"{name} is a {type(value).__name__}; give a tensor, a module with a {_OF_MODULE[name]}, or None"
             )
-        check_weight(weight, self.num_classes, self.num_features)
+        if name == "classifier_bias":
+            check_bias(part, self.num_classes)
+        else:
+            check_weight(part, self.num_classes, self.num_features)
         return value if isinstance(value, nn.Module) else value.detach()
 
-    def _read_weight(self) -> Tensor | None:
-        classifier = self.classifier_weight
-        return classifier.weight.detach() if isinstance(classifier, nn.Module) else classifier  # type: ignore[operator]
+    def _read(self, name: str) -> Tensor | None:
+        value = getattr(self, name)
+        return getattr(value, _OF_MODULE[name]).detach() if isinstance(value, nn.Module) else value
+
+    def _classifier_on(self, device: torch.device) -> list[Tensor | None]:
+        """Weight and bias as they are now."""
+        parts = [self._read(name) for name in _OF_MODULE]
+        return [None if part is None else part.to(device) for part in parts]
 
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
@@ -189,29 +218,41 @@ class NeuralCollapse(Metric):
         if len(self.features) == 0:
             raise ValueError(_NO_SAMPLES)
         features, labels = dim_zero_cat(self.features), dim_zero_cat(self.labels)
-        weight = self._read_weight()
-        weight = None if weight is None else weight.to(features.device)
-        options = (self.num_classes, self.rtol, self.center, self.kernel, self.geometry)
-        return neural_collapse(features, labels, weight, *options)
+        weight, bias = self._classifier_on(features.device)
+        return neural_collapse(
+            features,
+            labels,
+            weight,
+            self.num_classes,
+            self.rtol,
+            self.center,
+            self.kernel,
+            self.geometry,
+            classifier_bias=bias,
+            convention=self.convention,
+            per_class=self.per_class,
+        )
 
     def _compute_moments(self) -> NCResult:
         counts, means, scatter = _unpack(self.moments, self.num_classes)
         default_rtol, resolution = self.precision.tolist()
         excluded = int(self.excluded)
         seen = counts.nonzero()[:, 0]
-        weight = self._read_weight()
         if len(seen) == 0 and excluded == 0:
             raise ValueError(_NO_SAMPLES)
+        weight, bias = self._classifier_on(means.device)
+        check_classifier(weight, bias, self.num_classes, means, "the metric")
+        classifier = Classifier.of(weight, bias)
         if len(seen) == 0:
-            return undefined(excluded, with_nc3=weight is not None, with_nc4=False)
-        if weight is not None:
-            weight = weight.to(means.device, torch.float64)[seen]
+            return undefined(excluded, self.convention, classifier, kept=False)
+        if classifier is not None:
+            classifier = classifier.of_classes(seen)
         stats = ClassMeans(counts[seen], means[seen], torch.zeros_like(means[0]))
         between = between_classes(stats, self.center, default_rtol if self.rtol is None else self.rtol)
         whitening = between.whitening
         within = ((scatter @ whitening) * whitening).sum(0).clamp_min(0)
-        result = make_result(stats, between, within, weight, None, excluded, resolution)
-        return result._replace(geometry=class_geometry(stats.means, stats.counts, weight)) if self.geometry else result
+        result = make_result(stats, between, within, classifier, None, excluded, resolution, self.convention)
+        return result._replace(geometry=geometry_of(stats, classifier)) if self.geometry else result
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> nn.Module:
         """Move the metric with the model that holds it. Dtypes stay; only ``set_dtype`` changes the features' dtype."""

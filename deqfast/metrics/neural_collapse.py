@@ -14,23 +14,26 @@ features, the ops ``class_means`` and ``within_class_scatter`` of ``deqfast.ops`
 second projects the deviations from the class means, which are formed before any product. Labels are sorted once, and
 sums follow the order of the rows within a class: the same inputs give the same bits.
 
-Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A.
+Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A. ``conventions`` says what other papers compute.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import choose_kernel
-from .checks import check_features, check_label_range, check_labels, check_options, checked_weight
+from .checks import check_classifier, check_features, check_label_range, check_labels, check_options
+from .conventions import VectorSpread, nc2, nc3, simplex_distance, spread, unit
 from .geometry import ClassGeometry, class_geometry
 from .statistics import (
     Between,
+    Classifier,
     ClassMeans,
     Samples,
     between_classes,
@@ -42,11 +45,14 @@ from .statistics import (
 )
 
 NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
+OF_THE_BIAS = "zhu"  # its NC4 is of the bias, and needs no samples
+_SPREADS = ("nc2_means", "nc2_classifier")
 
 
 class NCResult(NamedTuple):
     """Neural-collapse metrics as Python numbers.
 
+    ``nc2``, ``nc3`` and ``nc4`` are as below in the convention "sun". ``neural_collapse`` has the others' formulas.
     Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A; NC4 is defined there and not measured.
 
     Attributes:
@@ -56,16 +62,22 @@ class NCResult(NamedTuple):
         nc2: distance of the normalised Gram matrix of the class means from the simplex, target of unit norm
             (a = 1/sqrt(K - 1)), class means not centred. NaN with one class, or when all class means are zero.
         nc2_paper: the same with a = 1/(K - 1) as the paper prints it; never below 1 - 1/sqrt(K - 1).
-        nc2_centered: ``nc2`` of the centred class means; NaN when ``rank`` is 0, as is ``nc3_centered``.
+        nc2_centered: that ``nc2`` of the centred class means; NaN when ``rank`` is 0, as is ``nc3_centered``.
         nc3: distance of the normalised classifier from the normalised class means; None without a classifier.
-        nc3_centered: ``nc3`` of the centred class means (the classifier is taken as it is); None without a classifier.
-        nc4: share of the samples on which the classifier (no bias) agrees with the nearest class mean; None without a
-            classifier, and when the samples were not kept (``streaming=True``).
+        nc3_centered: that ``nc3`` of the centred class means. The classifier is not centred; None without one.
+        nc4: share of the samples on which the classifier agrees with the nearest class mean; None without a classifier,
+            and when the samples were not kept (``streaming=True``), except in "zhu".
         num_classes: K, the number of classes with at least one sample kept.
         excluded: rows left out because a feature was not finite.
         geometry: how near class means and classifier are to what the class sizes predict, see
             ``metrics.class_geometry``; None unless it was asked for, and without a finite row. ``cdnv`` is None when
             the samples were not kept.
+        convention: which paper's ``nc2``, ``nc3`` and ``nc4`` these are.
+        nc1_per_class: NC1 of each class by its label, tr(Sigma_k Sigma_B^+) / K with the covariance Sigma_k of class k.
+            Their mean, weighted by the class sizes, is ``nc1``. NaN for a class without samples; None unless it was
+            asked for.
+        nc2_means: the whole NC2 of "papyan", of the centred class means; None in another convention.
+        nc2_classifier: the same of the rows of the classifier, not centred; also None without one.
     """
 
     nc1: float
@@ -80,6 +92,10 @@ class NCResult(NamedTuple):
     num_classes: int
     excluded: int
     geometry: ClassGeometry | None = None
+    convention: str = "sun"
+    nc1_per_class: tuple[float, ...] | None = None
+    nc2_means: VectorSpread | None = None
+    nc2_classifier: VectorSpread | None = None
 
 
 @torch.no_grad()
@@ -89,11 +105,15 @@ def neural_collapse(
     classifier_weight: Tensor | None = None,
     num_classes: int | None = None,
     rtol: float | None = None,
-    center: str = "class-means",
+    center: str | None = None,
     kernel: str = "auto",
     geometry: bool = False,
+    *,
+    classifier_bias: Tensor | None = None,
+    convention: str = "sun",
+    per_class: bool = False,
 ) -> NCResult:
-    """Measure NC1-NC4 of ``features`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
+    """Measure NC1-NC4 of ``features`` as Sun & Shi define them, or as another paper does.
 
     Classes without samples are dropped, with their rows of ``classifier_weight``: K is the number of classes seen, and
     both rules that NC4 compares choose among these. Ties go to the lowest index. Rows with a non-finite feature are
@@ -102,6 +122,23 @@ def neural_collapse(
     The kernels cpp and torch compute in float64 for every dtype of the features, triton and cuda for float64 features.
     For other dtypes, triton and cuda form differences, sums of up to 256 rows and projections in float32; all else is
     float64. NC1 then has a relative error below 1e-5, even if it is tiny or the features share a large offset.
+
+    ``convention`` says which paper's NC2, NC3 and NC4 are measured. c is the centre of the class means. H (K, D) has
+    the class means mu_k as rows, and M the rows mu_k - c. W and b are weight and bias of the classifier. The simplex is
+    S = (I - 11^T / K) / sqrt(K - 1). ^A is A / norm(A), and norms are Frobenius norms. NC1 differs by c only.
+
+    | convention | c | NC2 | NC3 | NC4 |
+    |---|---|---|---|---|
+    | "sun" | mean of the class means | ``norm(^(H H^T) - S)`` | ``norm(^W - ^H)`` | share of agreement |
+    | "papyan" | mean of all samples | mean ``abs(cos + 1/(K-1))`` of M's rows | ``norm(^W - ^M)^2`` | 1 - that share |
+    | "zhu" | mean of all samples | ``norm(^(W W^T) - S)`` | ``norm(^(W M^T) - S)`` | ``norm(W c + b)`` |
+    | "kothapalli" | mean of the class means | ``norm(^(M M^T) - S)`` | ``norm(^(W M^T) - S)`` | share of agreement |
+
+    NC2 of "papyan" has two more parts, and all three also of W: see ``nc2_means`` and ``nc2_classifier``. In "zhu" NC2
+    is NaN without a classifier, and NC4 depends on the scale of W and of the features.
+
+    Sources: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A; Papyan et al., PNAS 2020, arXiv 2008.08186; Zhu et
+    al., NeurIPS 2021, arXiv 2105.02375; Kothapalli et al., NeurIPS 2023, arXiv 2307.01951, which has no NC4.
 
     Args:
         features: (N, D), float16, bfloat16, float32 or float64, N and D at least 1, any strides, CPU or CUDA.
@@ -112,21 +149,25 @@ def neural_collapse(
             means that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the
             dtype of ``features``; of float32 for float16 and bfloat16, whose roundings average out in the means.
             Singular values within the float64 rounding of the means are never kept.
-        center: "class-means" subtracts the mean of the class means (the paper's choice), "samples" the mean over all
-            samples; the two differ when classes are imbalanced.
+        center: c, "class-means" for the mean of the class means or "samples" for the mean over all samples. They differ
+            when classes are imbalanced. None takes that of the convention.
         kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4.
             "auto" is cpp on the CPU; on CUDA tensors cuda, else triton. If these are not available it is torch, with a
             warning. Features whose rows have gaps between their elements are copied first.
         geometry: also measure how near class means and classifier are to what the class sizes predict. The means are
             not centred then, and torch makes one more pass over the features.
+        classifier_bias: (num_classes,), a dtype and the device as above; None is 0. It enters NC4 and, in ``geometry``,
+            ``logits``. It needs ``classifier_weight``. NC3 ignores it in every convention.
+        convention: "sun", "papyan", "zhu" or "kothapalli", see above.
+        per_class: also measure ``nc1_per_class``. torch makes one more pass over the features.
 
     Returns:
         NCResult. Warns when the features are float16 or bfloat16 and NC1 is below what these resolve.
 
     Raises:
         TypeError: an argument has another type or dtype than above.
-        ValueError: a shape, device, label, ``num_classes``, ``rtol``, ``center`` or ``kernel`` is not as above, or
-            features are so large that their sums overflow.
+        ValueError: a shape, device, label, number or choice is not as above, or features are so large that their sums
+            overflow.
         RuntimeError: ``kernel`` is not available, or does not run on the device of ``features``.
 
     Examples:
@@ -142,60 +183,83 @@ def neural_collapse(
     check_labels(labels, features)
     if features.shape[0] == 0:
         raise ValueError(f"features is empty (shape {tuple(features.shape)}); at least one sample is needed")
-    check_options(rtol, center, num_classes=num_classes)
-    weight = checked_weight(classifier_weight, features, num_classes)
-    if num_classes is None and weight is not None:
-        num_classes = weight.shape[0]
+    center = check_options(rtol, center, convention, num_classes=num_classes)
+    check_classifier(classifier_weight, classifier_bias, num_classes, features, "features")
+    classifier = Classifier.of(classifier_weight, classifier_bias)
+    if num_classes is None and classifier is not None:
+        num_classes = len(classifier.weight)
     chosen = choose_kernel(kernel, features.device)
     samples = Samples.grouped(features, labels, check_label_range(labels, num_classes))
 
     samples, stats = class_means(samples, chosen)
-    excluded = features.shape[0] - samples.count
-    samples, stats, weight = drop_empty_classes(samples, stats, weight)
+    excluded, counts = features.shape[0] - samples.count, stats.counts
+    samples, stats, classifier = drop_empty_classes(samples, stats, classifier)
     if samples.num_classes == 0:
-        return undefined(excluded, with_nc3=weight is not None, with_nc4=weight is not None)
+        return undefined(excluded, convention, classifier, True, len(counts) if per_class else None)
     between = between_classes(stats, center, default_rtol(features.dtype) if rtol is None else rtol)
     means = stats.means
     within = chosen.op("within_class_scatter")(
         samples.features, samples.rows, samples.offsets, means, between.whitening
     )
-    agreement = None if weight is None else nearest_mean_agreement(samples, means, weight)
-    result = make_result(stats, between, within, weight, agreement, excluded, NC1_RESOLUTION.get(features.dtype, 0.0))
+    agreement = None
+    if classifier is not None and convention != OF_THE_BIAS:
+        agreement = nearest_mean_agreement(samples, means, classifier)
+    nc1s = None
+    if per_class:
+        of_seen = within_class_traces(samples, means, between.whitening)
+        nc1s = torch.full_like(counts, math.nan).masked_scatter(counts > 0, of_seen)
+    resolution = NC1_RESOLUTION.get(features.dtype, 0.0)
+    result = make_result(stats, between, within, classifier, agreement, excluded, resolution, convention, nc1s)
     if not geometry:
         return result
-    return result._replace(geometry=class_geometry(means, stats.counts, weight, within_class_traces(samples, means)))
+    traces = within_class_traces(samples, means)
+    return result._replace(geometry=geometry_of(stats, classifier, traces))
+
+
+def geometry_of(stats: ClassMeans, classifier: Classifier | None, traces: Tensor | None = None) -> ClassGeometry:
+    """``class_geometry`` of what the metrics have."""
+    weight, bias = (None, None) if classifier is None else classifier
+    return class_geometry(stats.means, stats.counts, weight, traces, classifier_bias=bias)
 
 
 def make_result(
     stats: ClassMeans,
     between: Between,
     within: Tensor,
-    weight: Tensor | None,
+    classifier: Classifier | None,
     agreement: Tensor | None,
     excluded: int,
     resolution: float,
+    convention: str,
+    nc1s: Tensor | None = None,
 ) -> NCResult:
     """Collect the metrics and copy them to the host at once."""
-    num_classes, means = len(stats.counts), _unit(stats.means)
-    rank = between.kept.sum()
+    means, rank = unit(stats.means), between.kept.sum()
     smallest = torch.where(between.kept, between.singular, math.inf).amin()
-    centred = _unit(torch.where(rank > 0, between.centred, math.nan))  # else it is rounding
-    unit = 1 / math.sqrt(num_classes - 1) if num_classes > 1 else math.nan
+    centred = unit(torch.where(rank > 0, between.centred, math.nan))  # else it is rounding
+    weight = None if classifier is None else unit(classifier.weight)
     values = {
         "nc1": torch.where(rank > 0, within.sum() / stats.counts.sum(), math.nan),
         "rank": rank.to(torch.float64),
         "condition": torch.where(rank > 0, smallest / between.singular[0], math.nan),
-        "nc2": _simplex_distance(means, unit),
-        "nc2_paper": _simplex_distance(means, unit**2),
-        "nc2_centered": _simplex_distance(centred, unit),
+        "nc2": nc2(convention, means, centred, weight),
+        "nc2_paper": simplex_distance(means @ means.T, power=2),
+        "nc2_centered": simplex_distance(centred @ centred.T),
     }
-    if weight is not None:
-        values["nc3"] = torch.linalg.vector_norm(_unit(weight) - means)
-        values["nc3_centered"] = torch.linalg.vector_norm(_unit(weight) - centred)
+    if convention == "papyan":
+        values["nc2_means"] = spread(centred)
+    if classifier is not None and weight is not None:
+        values["nc3"] = nc3(convention, means, centred, weight)
+        values["nc3_centered"] = torch.linalg.vector_norm(weight - centred)
+        if convention == "papyan":
+            values["nc2_classifier"] = spread(weight)
+        if convention == OF_THE_BIAS:
+            values["nc4"] = torch.linalg.vector_norm(classifier.logits(between.center))
     if agreement is not None:
-        values["nc4"] = agreement
-    host: dict[str, Any] = dict.fromkeys(("nc3", "nc3_centered", "nc4"))
-    host.update(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+        values["nc4"] = 1 - agreement if convention == "papyan" else agreement
+    if nc1s is not None:
+        values["nc1_per_class"] = torch.where(rank > 0, nc1s, math.nan)
+    host: dict[str, Any] = dict.fromkeys(("nc3", "nc3_centered", "nc4")) | _on_host(values)
     host["rank"] = int(host["rank"])
     if host["nc1"] < resolution:
         warnings.warn(
@@ -203,25 +267,32 @@ def make_result(
             "their rounding; give float32 features",
             stacklevel=4,
         )
-    return NCResult(num_classes=num_classes, excluded=excluded, **host)
+    return NCResult(num_classes=len(stats.counts), excluded=excluded, convention=convention, **host)
 
 
-def undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
-    """Result if all rows are non-finite."""
-    nc3, nc4 = math.nan if with_nc3 else None, math.nan if with_nc4 else None
-    nan: dict[str, Any] = dict.fromkeys(("nc1", "condition", "nc2", "nc2_paper", "nc2_centered"), math.nan)
-    return NCResult(rank=0, nc3=nc3, nc3_centered=nc3, nc4=nc4, num_classes=0, excluded=excluded, **nan)
+def _on_host(values: dict[str, Tensor]) -> dict[str, Any]:
+    """Copy scalars and vectors at once, as numbers, tuples and ``VectorSpread``."""
+    flat = iter(torch.cat([one.reshape(-1) for one in values.values()]).tolist())
+    host: dict[str, Any] = {}
+    for name, one in values.items():
+        numbers = tuple(islice(flat, one.numel()))
+        host[name] = numbers if one.ndim else numbers[0]
+        if name in _SPREADS:
+            host[name] = VectorSpread(*numbers)
+    return host
 
 
-def _unit(matrix: Tensor) -> Tensor:
-    """The matrix over its norm."""
-    return matrix / torch.linalg.vector_norm(matrix)
-
-
-def _simplex_distance(means: Tensor, scale: float) -> Tensor:
-    """|| M M^T / ||M M^T||_F - scale (I - 11^T / K) ||_F for class means M (K, D) of norm 1.
-
-    Of another norm, fourth powers of their scale could overflow or underflow.
-    """
-    target = torch.eye(len(means), dtype=means.dtype, device=means.device) - 1 / len(means)
-    return torch.linalg.vector_norm(_unit(means @ means.T) - scale * target)
+def undefined(
+    excluded: int, convention: str, classifier: Classifier | None, kept: bool, per_class: int | None = None
+) -> NCResult:
+    """Result if all rows are non-finite; kept: whether the samples were, per_class: how many classes, or None."""
+    numbers = ["nc1", "condition", "nc2", "nc2_paper", "nc2_centered"]
+    host: dict[str, Any] = dict.fromkeys(("nc3", "nc3_centered", "nc4"))
+    if classifier is not None:
+        numbers += ["nc3", "nc3_centered"] + ["nc4"] * (kept or convention == OF_THE_BIAS)
+    host |= dict.fromkeys(numbers, math.nan)
+    if convention == "papyan":
+        host |= dict.fromkeys(_SPREADS[: 1 if classifier is None else 2], VectorSpread(math.nan, math.nan, math.nan))
+    if per_class is not None:
+        host["nc1_per_class"] = (math.nan,) * per_class
+    return NCResult(rank=0, num_classes=0, excluded=excluded, convention=convention, **host)

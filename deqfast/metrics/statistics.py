@@ -16,6 +16,7 @@ from ..ops.collapse.reference import row_blocks
 
 _EPS64 = torch.finfo(torch.float64).eps
 _RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise
+_SMALL_SVD = 1 << 18  # K^2 D of 10 x 512 is a fifth of it
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,36 @@ class ClassMeans(NamedTuple):
         return self.local + self.shift
 
 
+class Classifier(NamedTuple):
+    """Weight (K, D) and bias (K,) or None of a linear classifier, in float64."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor | None, bias: Tensor | None) -> Classifier | None:
+        """Return both in float64, or None without a weight."""
+        if weight is None:
+            return None
+        return cls(weight.to(torch.float64), None if bias is None else bias.to(torch.float64))
+
+    def of_classes(self, seen: Tensor) -> Classifier:
+        """Return the rows of the classes `seen`."""
+        return Classifier(self.weight[seen], None if self.bias is None else self.bias[seen])
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits (..., K) of features (..., D)."""
+        return nn.functional.linear(features, self.weight, self.bias)
+
+
 class Between(NamedTuple):
-    """Thin SVD of the centred class means (K, D): directions (D, min(K, D)), singular values, which of these count."""
+    """Thin SVD of the centred class means (K, D): directions (D, min(K, D)), singular values, which of these count.
+
+    ``center`` (D,) is what was subtracted from the class means.
+    """
 
     centred: Tensor
+    center: Tensor
     directions: Tensor
     singular: Tensor
     kept: Tensor
@@ -106,17 +133,17 @@ def class_means(samples: Samples, kernel: Kernel) -> tuple[Samples, ClassMeans]:
 
 
 def drop_empty_classes(
-    samples: Samples, stats: ClassMeans, weight: Tensor | None
-) -> tuple[Samples, ClassMeans, Tensor | None]:
+    samples: Samples, stats: ClassMeans, classifier: Classifier | None
+) -> tuple[Samples, ClassMeans, Classifier | None]:
     """Renumber the classes that have samples as 0 .. K-1."""
     present = stats.counts > 0
     seen = present.nonzero()[:, 0]
     if len(seen) == samples.num_classes:
-        return samples, stats, weight
+        return samples, stats, classifier
     labels = (present.cumsum(0) - 1)[samples.labels]
     samples = replace(samples, labels=labels, num_classes=len(seen))
     stats = stats._replace(counts=stats.counts[seen], local=stats.local[seen])
-    return samples, stats, None if weight is None else weight[seen]
+    return samples, stats, None if classifier is None else classifier.of_classes(seen)
 
 
 def between_classes(stats: ClassMeans, center: str, rtol: float) -> Between:
@@ -124,23 +151,40 @@ def between_classes(stats: ClassMeans, center: str, rtol: float) -> Between:
     local, counts = stats.local, stats.counts
     middle = local.mean(0) if center == "class-means" else counts @ local / counts.sum()
     centred = local - middle
-    directions, singular, _ = torch.linalg.svd(centred.T, full_matrices=False)
+    device = centred.device
+    directions, singular, _ = torch.linalg.svd(centred.T.to(svd_device(centred.shape, device)), full_matrices=False)
+    # Pageable memory is staged before such a copy returns, so it needs no wait.
+    directions, singular = (part.to(device, non_blocking=True) for part in (directions, singular))
     rounding = _RANK_FACTOR * _EPS64 * torch.linalg.vector_norm(local)
     kept = singular > torch.maximum(rtol * singular[0], rounding)
     kept[len(counts) - 1 :] = False  # either centre leaves one linear dependence between the K rows
-    return Between(centred, directions, singular, kept)
+    return Between(centred, middle + stats.shift, directions, singular, kept)
 
 
-def within_class_traces(samples: Samples, means: Tensor) -> Tensor:
-    """Mean of |h - mu_k|^2 over the samples of each class (K,); NaN for empty classes."""
+def svd_device(shape: torch.Size, device: torch.device) -> torch.device:
+    """Return where to decompose a matrix of this shape on `device`: a small one on the CPU, else where it is.
+
+    With an H100 the CPU was faster for 10 x 512, copies included, and slower from about 100 x 2048. Nothing in between
+    was measured: the limit is only a few times the work of the former. Either way the host waits once.
+    """
+    short, long = sorted(shape)
+    return torch.device("cpu") if short**2 * long <= _SMALL_SVD else device
+
+
+def within_class_traces(samples: Samples, means: Tensor, directions: Tensor | None = None) -> Tensor:
+    """Mean of |h - mu_k|^2 over the samples of each class (K,); NaN for empty classes.
+
+    With directions R (D, R) it is the mean of |R^T (h - mu_k)|^2.
+    """
     sums, index = means.new_zeros(len(means)), torch.arange(len(means), device=means.device)
     for features, labels in samples.blocks():
-        squares = features.sub_(means.index_select(0, labels)).square_().sum(1)
+        deviations = features.sub_(means.index_select(0, labels))
+        squares = (deviations if directions is None else deviations @ directions).square_().sum(1)
         sums += (labels == index[:, None]).to(squares.dtype) @ squares
     return sums / samples.offsets.diff()
 
 
-def nearest_mean_agreement(samples: Samples, means: Tensor, weight: Tensor) -> Tensor:
+def nearest_mean_agreement(samples: Samples, means: Tensor, classifier: Classifier) -> Tensor:
     """Share of the samples on which the classifier chooses the nearest class mean.
 
     With d = h - mu_y, |h - mu_k|^2 is |mu_y - mu_k|^2 - 2 d . mu_k up to a term without k: an offset of the features
@@ -149,11 +193,14 @@ def nearest_mean_agreement(samples: Samples, means: Tensor, weight: Tensor) -> T
     agreed = torch.zeros((), dtype=torch.int64, device=means.device)
     gaps = _squared_distances(means)
     for features, labels in samples.blocks():
-        chosen = (features @ weight.T).argmax(1)
+        chosen = classifier.logits(features).argmax(1)
         deviations = features.sub_(means.index_select(0, labels))
         nearest = gaps.index_select(0, labels).addmm_(deviations, means.T, alpha=-2).argmin(1)
         agreed += (nearest == chosen).sum()
-    return torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
+    finite = classifier.weight.isfinite().all()
+    if classifier.bias is not None:
+        finite = finite & classifier.bias.isfinite().all()
+    return torch.where(finite, agreed.to(torch.float64) / samples.count, math.nan)
 
 
 def _squared_distances(points: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from deqfast._checks import did_you_mean
+
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
 REMEDY = "remove it to repeat the run"
 EXECUTION = {"seeds", "arms", "jobs", "out", "resume", "data_root"}  # these do not change the outcome of one run
@@ -36,18 +38,22 @@ class Options(Checked):
     all_arms: ClassVar[tuple[str, ...]] = ()
 
     seeds: int = option("runs", "seeds of every arm, from 0", 3, minimum=1)
-    arms: str = option("runs", "arms to train, with commas between; all: each of them", "all")
-    data_root: str | None = option("data", "folder (or file) of the real data; off: the model's own are made", None)
+    arms: str = option("runs", "arms to train, with commas between; all: each of them", "all", metavar="A,B")
+    data_root: str | None = option(
+        "data", "folder (or file) of the real data; off: the model's own are made", None, metavar="PATH"
+    )
     jobs: int = option("runs", "runs at a time, with a thread each", os.cpu_count() or 1, minimum=1)
     out: str | None = option(
-        "runs", "folder for records, weights, table, figure; off: runs/ and the model's name", None
+        "runs", "folder for records, weights, table, figure; off: runs/ and the model's name", None, metavar="DIR"
     )
     resume: bool = option("runs", "continue the runs in --out, and keep finished ones as they are", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if unknown := [one for one in self.chosen if one not in self.all_arms]:
-            raise SettingsError(f"--arms {unknown[0]}: one of all, {', '.join(self.all_arms)}")
+            raise SettingsError(
+                f"--arms {unknown[0]}: one of all, {', '.join(self.all_arms)}{did_you_mean(unknown[0], self.all_arms)}"
+            )
 
     @property
     def chosen(self) -> list[str]:
@@ -198,8 +204,9 @@ class Example:
 def main(name: str, description: str | None, example: Example, argv: Sequence[str] | None = None) -> int:
     """Train the chosen arms and print the table. The exit status is 0, 1 for an error (a line each), 2 for bad
     arguments, 130 after Ctrl-C."""
-    script = f"model.py {name}"
-    options = parsed(example.options, description, argv, script)
+    script, (first, second, *_) = f"model.py {name}", example.options.all_arms
+    examples = f"{script} --arms {first},{second} --seeds 1", f"{script} --out runs/{name} --resume"
+    options = parsed(example.options, description, examples, argv, f"{name} [options]")
     folder = Path(options.out or f"runs/{name}")
 
     def work() -> int:

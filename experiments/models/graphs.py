@@ -50,10 +50,10 @@ class Graphs(Options):
     width: int = option("model", "features of a node", 16, minimum=1)
     kappa: float = option("model", "bound on the rows of W", 0.99, above=0.0, maximum=0.999)
     tol: float = option("model", "relative residual of a solve", 1e-4, above=0.0)
-    max_iter: int = option("model", "evaluations of a solve at most", 150, minimum=1)
+    max_iter: int = option("model", "most evaluations of a solve", 150, minimum=1)
     layers: int = option("model", "steps of explicit-compute", 101, minimum=1)
     drop: float = option("training", "dropout of the features", 0.0, minimum=0.0, maximum=0.99)
-    steps: int = option("training", "training steps, of which the best in validation is kept", 150, minimum=1)
+    steps: int = option("training", "training steps; the best one in validation is kept", 150, minimum=1)
     lr: float = option("training", "learning rate of Adam", 0.02, above=0.0)
     decay: float = option("training", "weight decay", 0.0, minimum=0.0)
 

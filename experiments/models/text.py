@@ -48,7 +48,7 @@ class Text(Options):
     heads: int = option("model", "attention heads", 4, minimum=1)
     tol: float = option("model", "relative residual of a solve in training", 1e-2, above=0.0)
     eval_tol: float = option("model", "relative residual of a solve in evaluation", 1e-3, above=0.0)
-    max_iter: int = option("model", "evaluations of a solve in training at most", 12, minimum=1)
+    max_iter: int = option("model", "most evaluations of a solve in training", 12, minimum=1)
     context: int = option("training", "characters of a sequence", 64, minimum=2)
     batch: int = option("training", "sequences of a step", 12, minimum=1)
     steps: int = option("training", "training steps", 2000, minimum=1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from runs.arguments import Parser
 from runs.options import Checked, SettingsError, add_options, option
 from runs.provenance import multiplies_bf16
 
@@ -92,7 +92,7 @@ class Experiment(Checked):
     model: str = option(
         "study",
         "explicit; explicit-norm: it ends in the DEQ's normalisation; once: the DEQ's cell evaluated once from 0; deq; "
-        "both: explicit and deq, a run each",
+        "both: explicit and deq, one run each",
         "both",
         choices=("both", *MODELS),
     )
@@ -106,9 +106,9 @@ class Experiment(Checked):
         choices=("step", "exp"),
     )
     preset: str = option(
-        "study", "where other values come from; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
+        "study", "source of other values; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
     )
-    seed: int = option("study", "start of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
+    seed: int = option("study", "seed of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
 
     dataset: str = option(
         "data",
@@ -116,20 +116,22 @@ class Experiment(Checked):
         "auto",
         choices=("auto", *CLASSES),
     )
-    n_majority: int = option("data", "images of a majority class (n_A), fewer by default of 100 classes", minimum=1)
-    test_images: int = option("data", "test images, equally many of every class", minimum=1)
+    n_majority: int = option(
+        "data", "images of a majority class (n_A); the default is smaller for 100 classes", minimum=1
+    )
+    test_images: int = option("data", "test images, the same number of every class", minimum=1)
     evaluate: str = option(
         "data",
-        "what --test-images are taken from; validation: training images that are not trained on",
+        "source of --test-images; validation: training images that are not trained on",
         "test",
         choices=("test", "validation"),
     )
 
-    no_augmentation: bool = option("data", "train on the images as they are, without crops and flips", False)
+    no_augmentation: bool = option("data", "train on the original images, without crops and flips", False)
 
     width: int = option("network", "channels of the first stage", minimum=1)
     scale: float = option(
-        "network", "initial gain of what the last block's convolutions add to its input", 1.0, above=0
+        "network", "initial gain of the last block's convolutions, whose output is added to its input", 1.0, above=0
     )
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
     tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0, below=1)
@@ -137,7 +139,7 @@ class Experiment(Checked):
     adjoint: str = option("network", "gradient of the fixed point", "jfb", choices=ADJOINTS)
     kernel: str = option(
         "network",
-        "implementation of the solver's steps; auto: the fastest here; one that is not available here becomes another",
+        "implementation of the solver's steps; auto: the fastest here; falls back to an available one",
         "auto",
         choices=("auto", "triton", "cuda", "cpp", "torch"),
     )
@@ -152,11 +154,11 @@ class Experiment(Checked):
         "cross-entropy",
         choices=("cross-entropy", "logit-adjusted"),
     )
-    schedule: str = option("training", "course of the rate; cosine warms up first", choices=("constant", "cosine"))
+    schedule: str = option("training", "schedule of the rate; cosine warms up first", choices=("constant", "cosine"))
     momentum: float = option("training", "momentum of SGD", 0.9, minimum=0, below=1)
     weight_decay: float = option("training", "weight decay of SGD", 5e-4, minimum=0)
-    e_w: float | None = option("training", "bound kept on the classifier's mean squared row norm", None, above=0)
-    e_h: float | None = option("training", "bound kept on the norm of the last block's convolutions", None, above=0)
+    e_w: float | None = option("training", "bound on the classifier's mean squared row norm", None, above=0)
+    e_h: float | None = option("training", "bound on the norm of the last block's convolutions", None, above=0)
     metrics_every: int = option("training", "epochs between measurements of neural collapse", minimum=1)
 
     device: str = option(
@@ -167,10 +169,10 @@ class Experiment(Checked):
     )
     precision: str = option(
         "machine",
-        "fp32, or bf16 autocast of all before the last block; auto: bf16 with a GPU or a CPU that multiplies it",
+        "fp32, or bf16 autocast before the last block; auto: bf16 with a GPU, or a CPU with instructions for it",
         choices=("auto", "fp32", "bf16"),
     )
-    compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False)
+    compile: bool = option("machine", "torch.compile everything except the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,10 +227,10 @@ class Experiment(Checked):
 class Settings(Experiment):
     """Experiment with the options that may change on resuming: folders and threads."""
 
-    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data")
-    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
-    out: str = option("machine", "folder under which every run gets a folder of its own", "runs")
-    resume: bool = option("machine", "go on with the run of these settings where it stopped", False)
+    data_root: str = option("data", "folder of the CIFAR files, also for downloads", "data", metavar="DIR")
+    threads: int = option("machine", "CPU threads; 0: PyTorch's default", 0, minimum=0)
+    out: str = option("machine", "parent of the runs' folders", "runs", metavar="DIR")
+    resume: bool = option("machine", "continue the run of these settings where it stopped", False)
 
     @property
     def experiment(self) -> Experiment:
@@ -280,11 +282,13 @@ def shown_presets() -> dict[str, dict[str, Any]]:
 
 def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
     """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]",
-        description=description,
-        epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
+    script = f"{study}.py"
+    examples = (
+        f"{script}    # works on any machine, without GPU and network",
+        f"{script} --model deq --adjoint implicit --seed 1",
+        f"{script} --preset quick --out runs/first --resume",
     )
+    parser = Parser(description, examples)
     without = (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ()
     add_options(parser, Settings, without, shown_presets())
     given = vars(parser.parse_args(argv))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
@@ -43,13 +44,13 @@ def course(results: Sequence[RunResult]) -> bytes:
 
 
 def png(figure: Figure) -> bytes:
-    """Make a PNG of at most 128 colours, with a third of the bytes and no visible difference. The same figure gives the
+    """Make a PNG of at most 256 colours, with a third of the bytes and no visible difference. The same figure gives the
     same bytes. It is closed afterwards."""
     content, small = io.BytesIO(), io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     plt.close(figure)
     picture = Image.open(content).convert("RGB")
-    picture.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
     return small.getvalue()
 
 
@@ -57,92 +58,106 @@ def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
     """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), centred NC2 and NC3 against epoch,
     from the curves of each seed of each arm. With several seeds, a line is their mean and the band their range."""
     labels = ("NC1", "NC2 centred", "NC3 centred")
-    figure = plt.figure(figsize=(12.5, 3.4 * len(rows)), layout="constrained")
-    parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)[:, 0]
-    for part, (heading, curves) in zip(parts, rows.items(), strict=True):
-        part.suptitle(heading)
-        accuracy, *others = part.subplots(1, 4)
-        for arm, seeds in curves.items():
+    size = (12.5, 2.9 * len(rows) + 0.4)
+    figure, axes = plt.subplots(len(rows), 4, figsize=size, layout="constrained", squeeze=False)
+    handles: dict[str, Line2D] = {}
+    for (accuracy, *others), (text, curves) in zip(axes, rows.items(), strict=True):
+        accuracy.set_title(" ")  # room for the heading, which is wider than the panel
+        heading = accuracy.text(0, 1.05, text, transform=accuracy.transAxes, fontweight="bold")
+        heading.set_in_layout(False)
+        for number, (arm, seeds) in enumerate(curves.items()):
             for group, dash in DASHES.items():
-                label = ARMS[arm][0] if group == "overall" else None
-                _plot_seeds(accuracy, arm, seeds, group, linestyle=dash, label=label)
+                # Each arm marks other epochs, so that markers of like accuracies do not cover one another.
+                line = _plot_seeds(accuracy, arm, seeds, group, linestyle=dash, markevery=(number, len(curves)))
+                handles.setdefault(ARMS[arm][0], line)
             for axis, name, label in zip(others, ("nc1", *CENTRED), labels, strict=True):
                 _plot_seeds(axis, arm, seeds, name)
                 axis.set_ylabel(label)
-        accuracy.set_ylabel("test accuracy (%)\n- - majority,  ··· minority")
-        part.legend(
-            *accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=len(curves), fontsize="small"
-        )
+        accuracy.set_ylabel("test accuracy (%)")
         others[0].set_yscale("log")
-        for axis in part.axes:
-            axis.set_xlabel("epoch")
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axis.grid(alpha=0.3)
+    for axis in axes.flat:
+        axis.set_xlabel("epoch")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
     return figure
 
 
-@dataclass(frozen=True)
-class Panel:
-    """Panel of `comparison`. `series`: values by arm and seed; the first one has filled dots, a second one hollow dots.
-    `intervals`: of the first series, by arm. `printed`: the paper's values, by arm. `references`: lines by name."""
-
-    label: str
-    series: Sequence[Mapping[str, Mapping[int, float]]]
-    intervals: Mapping[str, tuple[float, float]]
-    printed: Mapping[str, float]
-    references: Mapping[str, float]
-
-
-def comparison(rows: Mapping[str, Sequence[Panel]]) -> Figure:
-    """Draw a row of panels for each heading, with the arms next to each other. A seed is a dot for each arm, joined by
-    a line. A dash is the mean, with the interval next to it. The dashed line is the explicit network's mean."""
-    figure = plt.figure(figsize=(13.5, 3.4 * len(rows)), layout="constrained")
-    parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)[:, 0]
-    for part, (heading, panels) in zip(parts, rows.items(), strict=True):
-        part.suptitle(heading)
-        for axis, panel in zip(np.atleast_1d(part.subplots(1, len(panels))), panels, strict=True):
-            _compare(axis, panel)
-    return figure
-
-
-def _compare(axis: Axes, panel: Panel) -> None:
-    arms = list(panel.series[0])
-    for values, filled in zip(panel.series, (True, False), strict=False):
-        for seed in sorted({seed for seeds in values.values() for seed in seeds}):
-            joined = [(x, values[arm][seed]) for x, arm in enumerate(arms) if seed in values[arm]]
-            axis.plot(*zip(*joined, strict=True), color="#888888", lw=0.6, alpha=0.6, zorder=1)
-        for x, arm in enumerate(arms):
-            _, colour, marker = ARMS[arm]
-            dots = list(values[arm].values())
-            face = colour if filled else "white"
-            axis.scatter([x] * len(dots), dots, s=20, color=face, edgecolor=colour, marker=marker, zorder=2)
-            if dots:
-                axis.plot([x - 0.28, x - 0.1], [np.mean(dots)] * 2, color=colour, lw=2)
-    if control := list(panel.series[0].get("explicit", {}).values()):
-        axis.axhline(float(np.mean(control)), color=ARMS["explicit"][1], lw=0.8, ls="--")
-    for x, arm in enumerate(arms):
-        if arm in panel.intervals:
-            axis.plot([x + 0.2] * 2, panel.intervals[arm], color=ARMS[arm][1], lw=2.5, solid_capstyle="butt")
-        if arm in panel.printed:
-            axis.scatter(x, panel.printed[arm], s=70, color="black", marker="x", zorder=3)
-    for name, value in panel.references.items():
-        axis.axhline(value, color="black", lw=0.8, ls=":")
-        axis.text(len(arms) - 0.55, value, name, fontsize="x-small", ha="right", va="bottom")
-    low, high = axis.get_ylim()  # if an interval exceeds the percentages, only what lies within them
-    axis.set(ylabel=panel.label, xlim=(-0.5, len(arms) - 0.5), ylim=(max(low, -1), min(high, 101)))
-    axis.set_xticks(range(len(arms)), [ARMS[arm][0].replace(", ", "\n") for arm in arms], fontsize="x-small")
-    axis.grid(axis="y", alpha=0.3)
-
-
-def _plot_seeds(axis: Axes, arm: str, seeds: Sequence[Curves], name: str, **style: Any) -> None:
+def _plot_seeds(axis: Axes, arm: str, seeds: Sequence[Curves], name: str, **style: Any) -> Line2D:
     """Draw the mean over the seeds against the epochs at which all have a value, and the band of their range."""
     values = np.array([curves[name] for curves in seeds], dtype=float)  # None becomes NaN
     shared = np.isfinite(values).all(0)
     epochs, values = np.array(seeds[0]["epoch"])[shared], values[:, shared]
     _, colour, marker = ARMS[arm]
-    style |= {"color": colour, "marker": marker, "markevery": max(1, len(epochs) // 12)}
-    axis.plot(epochs, values.mean(0), ms=4, **style)
-    axis.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
+    (line,) = axis.plot(epochs, values.mean(0), ms=4, color=colour, marker=marker, **style)
+    axis.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.12, lw=0)
+    return line
+
+
+PAIRED = {
+    "overall": "overall accuracy,\npoints",
+    "minority": "minority accuracy,\npoints",
+    "nc2_centered": "NC2 centred",
+}
+"""What `paired_figure` is drawn of, and its labels."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of `paired_figure`: a setting's differences from the explicit network by arm and seed, their intervals by
+    arm, the paper's difference, and the runs, by arm and seed, to be ringed."""
+
+    title: str
+    differences: Mapping[str, Mapping[int, float]]
+    intervals: Mapping[str, tuple[float, float]]
+    printed: float | None
+    ringed: Collection[tuple[str, int]]
+
+
+def paired_figure(rows: Mapping[str, Sequence[Panel]]) -> Figure:
+    """Draw a row of panels for each label, which share an axis: a dot for each seed, the mean and its interval."""
+    rows = {label: panels for label, panels in rows.items() if panels}
+    columns = max(map(len, rows.values()))
+    size = (3.6 * columns + 1, 2.7 * len(rows) + 0.4)
+    figure, axes = plt.subplots(
+        len(rows), columns, figsize=size, layout="constrained", squeeze=False, sharey="row", sharex="col"
+    )
+    for line, (label, panels) in zip(axes, rows.items(), strict=True):
+        line[0].set_ylabel(label)
+        for axis, panel in zip(line, panels, strict=False):
+            _pairs(axis, panel)
+        for axis in line[len(panels) :]:
+            axis.set_visible(False)
+    for axis, panel in zip(axes[0], next(iter(rows.values())), strict=False):
+        axis.set_title(f"{panel.title}, less explicit")
+    return figure
+
+
+def _pairs(axis: Axes, panel: Panel) -> None:
+    arms = list(panel.differences)
+    seeds = sorted({seed for found in panel.differences.values() for seed in found})
+    place = {seed: 0.07 * (number - len(seeds) / 2) for number, seed in enumerate(seeds)}
+    axis.axhline(0, color="black", lw=0.8)
+    for seed in seeds:
+        joined = [
+            (x + place[seed], panel.differences[arm][seed])
+            for x, arm in enumerate(arms)
+            if seed in panel.differences[arm]
+        ]
+        axis.plot(*zip(*joined, strict=True), color="#888888", lw=0.6, alpha=0.5, zorder=1)
+    for x, arm in enumerate(arms):
+        _, colour, marker = ARMS[arm]
+        for seed, value in panel.differences[arm].items():
+            axis.scatter(x + place[seed], value, s=18, color=colour, marker=marker, zorder=2)
+            if (arm, seed) in panel.ringed:
+                axis.scatter(x + place[seed], value, s=110, facecolor="none", edgecolor="black", zorder=3)
+        (low, high), mean = panel.intervals[arm], np.mean(list(panel.differences[arm].values()))
+        axis.errorbar(x + 0.3, mean, [[mean - low], [high - mean]], color=colour, marker="_", ms=10, capsize=3, lw=2)
+        if arm == "deq-implicit" and panel.printed is not None:
+            axis.scatter(x - 0.38, panel.printed, s=40, color="black", marker="x", zorder=3)
+    axis.set(xlim=(-0.5, len(arms) - 0.45))
+    axis.set_xticks(range(len(arms)), [ARMS[arm][0].replace(", ", "\n") for arm in arms], fontsize="small")
+    axis.grid(axis="y", alpha=0.3)
 
 
 def features_figure(

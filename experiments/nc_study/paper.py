@@ -28,6 +28,13 @@ FIGURES: dict[str, tuple[Imbalance, ...]] = {
     "4": ((3, 100),),
     "5": ((7, 100),),
 }
+COURSES: dict[Imbalance, tuple[str, str]] = {
+    _BALANCED: ("Fig. 3a", "NC2 falls to 0.2"),
+    (5, 100): ("Fig. 3b", "the axis of accuracy ends at 40 %"),
+    (3, 100): ("Fig. 4", "the axis of accuracy ends at 28 %"),
+    (7, 100): ("Fig. 5", "100 epochs"),
+}
+"""The figure that shows a setting's course of training on CIFAR-10, and what is known of its ranges."""
 
 # Percent. Data, K_A, R | explicit: overall, majority, minority | DEQ: the same. Without K_A and R: balanced.
 _ACCURACIES = """

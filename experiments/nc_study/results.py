@@ -118,7 +118,7 @@ def _costs(result: record.RunResult) -> str:
     if solver:
         text += (
             f"\n  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
-            f"{solver.iterations:.1f} evaluations a sample, {100 * (solver.converged or 0):.2f} % converged, "
+            f"{solver.iterations:.1f} evaluations per sample, {100 * (solver.converged or 0):.2f} % converged, "
             f"mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at {settings.max_iter} "
             f"evaluations, {solver.nonfinite} were not finite, {solver.skipped} were left out of the loss"
         )

@@ -207,7 +207,7 @@ class Trainer:
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        numbers = {name: one for name, one in result._asdict().items() if name != "geometry"}
+        numbers = {name: one for name, one in result._asdict().items() if isinstance(one, int | float)}
         collapse = {name: one if math.isfinite(one) else None for name, one in numbers.items()}
         return collapse, moments(seen.features, seen.labels, weight)
 

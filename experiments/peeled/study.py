@@ -28,22 +28,28 @@ AGREEMENT = 1e-6  # relative difference of log K - loss up to which seeds found 
 class PeeledSettings(Checked):
     """Options that decide the outcome."""
 
-    seeds: str = option("study", "seeds of the starting points, with commas; the best end is reported", "0,1,2")
+    seeds: str = option(
+        "study", "seeds of the starting points, with commas; the best result is reported", "0,1,2", metavar="N,N"
+    )
 
     classes: int = option("problem", "K", 10, minimum=2)
     samples: int = option("problem", "samples of a class, of a majority class (n, n_A)", 20, minimum=2)
     ratio: int = option("problem", "n_A/n_B of the imbalanced part (R)", 10, minimum=2)
     majority: int = option("problem", "classes with n_A samples (K_A)", 5, minimum=2)
     dimension: int = option("problem", "length of a feature vector (D), at least K", 16, minimum=2)
-    e_w: str = option("problem", "bounds E_W on the classifier, with commas: a study for each", "0.01,100")
-    e_h: str = option("problem", "bounds E_H on the layer and the features, one for each E_W", "0.01,0.5")
-    ratios: str = option("problem", "R of the limit part; infinity is added", "10,100,1000")
+    e_w: str = option(
+        "problem", "bounds E_W on the classifier, with commas: one study for each", "0.01,100", metavar="E,E"
+    )
+    e_h: str = option(
+        "problem", "bounds E_H on the layer and the features, one for each E_W", "0.01,0.5", metavar="E,E"
+    )
+    ratios: str = option("problem", "R of the limit part; infinity is added", "10,100,1000", metavar="R,R")
 
     steps: int = option("machine", "most L-BFGS steps of a solve", 400, minimum=1)
     tolerance: float = option("machine", "projected-gradient norm at which a solve ends", 1e-7, above=0)
     threads: int = option("machine", "CPU threads; the matrices are small", 1, minimum=1)
-    out: str = option("machine", "folder for layer_peeled.json and .md", "runs/layer_peeled")
-    report: bool = option("machine", "solve nothing: write .md again from the .json in --out", False)
+    out: str = option("machine", "folder for layer_peeled.json and .md", "runs/layer_peeled", metavar="DIR")
+    report: bool = option("machine", "only write .md again, from the .json in --out", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
 
+from .arguments import Parser, one_of
+
 KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
 LIMITS = {
     "minimum": (operator.ge, "at least"),
@@ -29,7 +31,10 @@ class SettingsError(StudyError, ValueError):
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """Field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
+    """Field that is also a command-line option.
+
+    `checks`: choices, minimum, maximum, above and below (exclusive). A str without choices needs a `metavar` too.
+    """
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -63,10 +68,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def parsed(kind: type[T], description: str | None, argv: Sequence[str] | None, program: str | None = None) -> T:
+def parsed(
+    kind: type[T],
+    description: str | None,
+    examples: Sequence[str],
+    argv: Sequence[str] | None,
+    usage: str = "[options]",
+) -> T:
     """Options from a command line. A bad one ends the program with status 2 and a line that names it."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=program, description=description, formatter_class=raw)
+    parser = Parser(description, examples, usage)
     add_options(parser, kind)
     try:
         return kind(**vars(parser.parse_args(argv)))
@@ -91,9 +101,10 @@ def add_options(
         if kind is bool:
             taken: dict[str, Any] = {"action": "store_true"}
         elif "choices" in spec.metadata:
-            taken = {"choices": spec.metadata["choices"]}
+            taken = {"choices": spec.metadata["choices"], "type": one_of(spec.metadata["choices"])}
         else:
-            taken = {"type": kind, "metavar": kind.__name__.upper()}
+            metavar = spec.metadata["metavar"] if kind is str else kind.__name__.upper()
+            taken = {"type": kind, "metavar": metavar}
         if spec.default is MISSING:
             default = ", ".join(f"{preset}: {values[spec.name]}" for preset, values in (presets or {}).items())
         else:

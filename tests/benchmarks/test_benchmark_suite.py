@@ -1,4 +1,4 @@
-"""The suite of `pytest benchmarks`: registry, byte formulas, how it times, and that it records no wrong answer."""
+"""The suite of `pytest benchmarks`: its registry, its byte formulas, its timing. It records no wrong answer."""
 
 import json
 import time
@@ -24,7 +24,7 @@ QUICK = {"rounds": 1, "seconds": 0.1}
 
 
 def test_a_graph_holds_the_tensors_that_its_calls_work_on(monkeypatch):
-    """Without them it would be replayed in memory that belongs to others by then."""
+    """Without them, a replay would use memory that belongs to others by then."""
     monkeypatch.setattr(timing.cuda_graph, "aside", lambda work: work())
     monkeypatch.setattr(timing.cuda_graph, "capture", lambda works: [SimpleNamespace(replay=None)])
     tensor = torch.zeros(3)
@@ -60,7 +60,7 @@ class TestTraffic:
     @pytest.mark.parametrize("dtypes", ["fp32", "bf16 with fp32"])
     @pytest.mark.parametrize("op", norm_states.NORM_OPS)
     def test_norms_are_the_bytes_of_their_images(self, op, dtypes):
-        """Images are those that a call takes and returns; vectors and statistics are left out."""
+        """Bytes of the images that a call takes and returns, without vectors and statistics."""
         shape = (2, 16, 3, 5)
         arguments = [*norm_states.NormCase(op, shape, 8, dtypes).arguments().values()]
         images = [t for t in [*arguments, *ops.TORCH.op(op)(*arguments)] if getattr(t, "shape", ()) == shape]
@@ -76,7 +76,7 @@ class TestRegistry:
         assert {case.section for case in SMALL} == {section for section, _ in NAMED}
 
     def test_records_are_of_its_cases(self):
-        """But those of single ops, some of which are ops no more."""
+        """Except records of single ops, some of which no longer exist."""
         names = {(section, name) for section, name in NAMED if section != "ops"}
         rows = [row for path in RESULTS.glob("*.json") for row in read_record(path)["rows"]]
         sections = {section for section, _ in names}
@@ -174,7 +174,7 @@ def test_a_wrong_answer_is_not_recorded(case, copy, monkeypatch):
 
 
 def fake(provider, device):
-    """A provider that is right, wrong, absent, or left in a state without work."""
+    """Provider that is right, wrong, absent, or left in a state without work."""
     if provider == "cuda":
         raise Skipped("no device")
     check("relative error", float("nan") if provider in ("cpp", "torchdeq") else 0.0, 1.0)
@@ -243,7 +243,7 @@ def test_gains():
         for provider, ms in (("cpp", 2.0), ("torchdeq", 10.0))
     ]
     suite.compare(NAMED["solves", name], [rows[0], rows[1] | {"solver_ms": -1.0}])
-    assert "gains" not in rows[0]  # torchdeq's time is lost in that of f
+    assert "gains" not in rows[0]  # torchdeq's time is too short compared with f's
     suite.compare(NAMED["solves", name], rows)
     assert rows[0]["gains"] == {"torchdeq": 5} and "gains" not in rows[1]
 

@@ -1,4 +1,4 @@
-"""The classical problems have the roots and fixed points that are known; the command judges by them."""
+"""Known roots and fixed points of the classical problems; the command judges by them."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The regression gate: what it counts, what it says of a difference, and that a planted wait does not pass."""
+"""The regression gate: its counters, its messages on differences; it fails for a planted wait."""
 
 import math
 import os
@@ -125,5 +125,5 @@ def test_a_wait_planted_in_the_library_fails_against_the_committed_baseline(tmp_
     command = [sys.executable, "-m", "pytest", "benchmarks/test_counters.py::test_counters", "-p", "planted", "--gate"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
-    # Of no other solver, in which nothing is planted.
+    # No other solver, in which nothing is planted, is named.
     assert re.search(r"worse than at .*\n  picard 12 iterations: .*host_waits 12 -> 24\naccept", result.stdout)

@@ -1,4 +1,4 @@
-"""What a record says of its run: commit, processor, command, and whether it is whole."""
+"""Contents of a record: commit, processor, command, and whether the run was completed."""
 
 import os
 import subprocess
@@ -44,8 +44,8 @@ def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_exte
 
 
 def recorded(folder, target, *options):
-    """A run of the suite's smallest case, with the plugins in `folder`."""
-    # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.
+    """Run the suite's smallest case, with the plugins in `folder`."""
+    # A worker of xdist sets this for its children; pytest-benchmark would then write no file.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
     selected = ["benchmarks/test_suite.py", "-k", "fc_vjp and not cuda"]

@@ -1,4 +1,4 @@
-"""The suite of fixed-point problems, how solvers are raced and judged, and that peers compute the same as deqfast."""
+"""The suite of fixed-point problems: races of solvers, their judgement, and peers that compute the same as deqfast."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def test_fixed_points_exist_and_residuals_are_of_float64():
         exact = deqfast.solve(
             problem.exact, problem.z0.double(), deqfast.Broyden(1e-11, 300, history_size=300), "torch"
         )
-        # In float32 no residual could be told from zero below some 1e-8.
+        # In float32 residuals below about 1e-8 could not be distinguished from zero.
         assert float(problem.residuals(exact.value).max()) < 1e-10, problem.name
         rounded = float(problem.residuals(exact.value.float()).max())
         assert 1e-10 < rounded < 1e-5, problem.name
@@ -46,7 +46,7 @@ HALF = problems.fully_connected("half", 0.5 * torch.eye(2), torch.ones(2, 2))
 
 
 def stub(values, calls):
-    """A solver that calls f so often, and returns what it likes."""
+    """Solver that calls f `calls` times, and returns `values`."""
 
     def solve(f, z0):
         for _ in range(calls):
@@ -57,7 +57,7 @@ def stub(values, calls):
 
 
 def test_evaluations_are_counted_and_the_value_of_every_sample_is_judged():
-    """One that is not finite reaches nothing."""
+    """A value that is not finite does not reach the tolerance."""
     (right,) = races.measure(HALF, [stub(lambda z: torch.full_like(z, 2), 7)], 1e-3, rounds=2)
     assert (right["evaluations"], right["reached"], right["residual"]) == (7, True, 0.0)
     assert 0 < right["f_ms"] < right["ms_min"] <= right["ms"]
@@ -114,7 +114,7 @@ def test_the_pseudo_inverse_measures_the_same_neural_collapse():
 
 @pytest.mark.parametrize("solver", [deqfast.Anderson, deqfast.Broyden])
 def test_torchdeq_takes_the_window_of_the_solver(solver):
-    """It ignores arguments that it does not know."""
+    """torchdeq ignores unknown arguments."""
     f, z0 = maps.FullyConnected(3, 24), torch.zeros(3, 24)
     short, long = (peers.torchdeq_solve(solver(maps.NEVER, 12, history_size=window))(f, z0) for window in (2, 6))
     assert not torch.equal(short, long)

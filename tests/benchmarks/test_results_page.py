@@ -1,4 +1,4 @@
-"""benchmarks/report.py: tables from rows, targets judged by the data only, numbers in sentences that are checked."""
+"""benchmarks/report.py: tables from rows, targets judged by the data, and checked numbers in sentences."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def solve_rows(gain=20.0, floor_x=1.1):
 
 
 def judged(*records):
-    """What is said of each target."""
+    """Text on each target."""
     rows = report.targets(report.Results([*records])).rows
     return {row["target"]: (row["measured"], row["state"]) for row in rows}
 
@@ -118,7 +118,7 @@ def root(tmp_path, monkeypatch):
 
 
 def check(arguments=("--check",)):
-    """What it says; "" where all is as it should be."""
+    """Output of the script; "" if nothing is wrong."""
     try:
         report.main(arguments)
     except SystemExit as stop:

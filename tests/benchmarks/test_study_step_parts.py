@@ -1,4 +1,4 @@
-"""The study's training step: what is counted, and what follows from the times."""
+"""The study's training step: its counters, and the numbers derived from its times."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def test_operations_are_those_of_the_mean_number_of_evaluations():
     batch, pixels, channels = 4, 4 * 4, 16
     of_f = 2 * (2 * batch * pixels * 9 * channels**2)  # two convolutions
     (made,) = stepper.evaluations
-    assert stepper.flop() > (made + 3) * of_f  # once more for the gradient, which costs twice as much
+    assert stepper.flop() > (made + 3) * of_f  # another one for the gradient, which costs twice as much
     stepper.evaluations = [made]
     before = stepper.flop()
     stepper.evaluations = [made + 10]

@@ -1,4 +1,4 @@
-"""The CUDA kernels as they were built for the supported architectures: registers, stack, shared memory, their code."""
+"""The built CUDA kernels on the supported architectures: registers, stack, shared memory, instructions."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from harness import cuobjdump
 
 ARCHITECTURES = {"sm_80", "sm_86", "sm_90"}
-STATIC_SHARED_LIMIT = 48 * 1024  # bytes that a kernel gets without asking, on every architecture
+STATIC_SHARED_LIMIT = 48 * 1024  # bytes of a kernel without opting in to more, on every architecture
 MAX_BARRIERS = 32
 
 
@@ -22,7 +22,7 @@ def kernels():
 
 
 def moves_rows(kernel):
-    """Whether it is a kernel of the solver steps for aligned rows."""
+    """Return whether it is a kernel of the solver steps for aligned rows."""
     step = re.match(r"picard_\w+<\w+, (\d+)|multisecant_\w+<.*?(\d+)>", kernel.name)
     return step is not None and int(step.group(1) or step.group(2)) > 1
 
@@ -42,12 +42,12 @@ def test_aligned_rows_are_loaded_and_stored_by_16_bytes(kernels):
     assert len(aligned) > 30
     for kernel in aligned:
         assert kernel.wide_loads, kernel
-        assert kernel.wide_stores or kernel.name.startswith("picard_sums_kernel"), kernel  # which stores no row
+        assert kernel.wide_stores or kernel.name.startswith("picard_sums_kernel"), kernel  # this kernel stores no row
         assert not kernel.short_stores, kernel
 
 
 def test_steps_have_many_loads_under_way(kernels):
-    """4.8 TB/s on 132 multiprocessors and 0.8 us until a load comes back ask for 29 KB on each."""
+    """4.8 TB/s on 132 multiprocessors, and 0.8 us per load, need 29 KB under way on each."""
     aligned = [kernel for kernel in kernels if moves_rows(kernel) and kernel.architecture == "sm_90"]
     for kernel in aligned:
         first_sweep = kernel.name.startswith("multisecant_left_kernel")  # nothing else is in it

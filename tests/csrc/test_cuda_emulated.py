@@ -1,5 +1,5 @@
-"""The emulation of CUDA finds what it is for; and how often the kernels launch. Those of the solver steps: see
-tests/test_host.py. What they compute, in any order of the threads, is tested with the other implementations."""
+"""The emulation of CUDA finds the faults that it is made for; and the number of launches. For the solver steps see
+tests/test_host.py. Results, in any order of the threads, are tested with the other implementations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __global__ void barrier(int* data) {
   data[threadIdx.x] = buffer[63 - threadIdx.x];
 }
 
-// The last of two blocks to arrive writes what both have left behind the numbers.
+// The last of two blocks to arrive writes what both have stored after the numbers.
 template <int kFault>
 __global__ void hand_over(int* data) {
   __shared__ bool last;
@@ -114,7 +114,7 @@ extern "C" const char* run(const char* name, int* data) {
 """
 
 NOT_IN_ORDER = "thread .* of block .* global memory that thread .*, without fences and an atomic in between"
-# What is said of each fault; None: its results are wrong.
+# Message for each fault; None: its results are wrong.
 FAULTS = {
     "barrier": [None],
     "hand_over": [NOT_IN_ORDER] * 3,

@@ -28,7 +28,7 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-// What reinterpret_cast becomes: vectors are loaded and stored through it, from and to where they are aligned.
+// Replacement of reinterpret_cast: vectors are loaded and stored through it, so it checks their alignment.
 template <class To, class From>
 To checked_cast(From from) {
   if constexpr (std::is_pointer_v<To>) {
@@ -38,7 +38,7 @@ To checked_cast(From from) {
   return reinterpret_cast<To>(from);
 }
 
-// Of code whose accesses are none of a kernel's.
+// Code whose accesses do not belong to a kernel.
 #define UNCHECKED () __attribute__((no_sanitize("thread")))
 
 #define threadIdx (emulation::thread_index())

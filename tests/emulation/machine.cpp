@@ -1,9 +1,9 @@
-// A GPU on one thread of a CPU. Every CUDA thread is a fiber, which runs until it waits for others. Fibers are resumed
-// in an order that can be set, blocks run in a random one: a result that depends on the order shows a missing barrier.
-// What a block does to global memory is compared with what other blocks do, where they share samples. It is in order if
-// a fence and an atomic operation follow the first access, and an atomic or volatile read and a fence precede the
-// second. Anything else is an error, whatever came first this time. The kernels are compiled with -fsanitize=thread,
-// which calls a function here at every access.
+// A GPU on one thread of a CPU. Every CUDA thread is a fiber, which runs until it waits for others. The order in which
+// fibers resume can be set, and blocks run in a random one: results that depend on the order show a missing barrier.
+// If blocks share samples, the accesses of a block to global memory are compared with those of other blocks. Two
+// accesses are in order if a fence and an atomic operation follow the first, and an atomic or volatile read and a fence
+// precede the second. Anything else is an error, in whichever order they came this time. The kernels are compiled with
+// -fsanitize=thread, which calls a function here at every access.
 // The destination of cp.async reads as NaN until the thread has waited for it.
 // Not emulated: time, caches, launch limits, streams, capture of graphs.
 #include "machine.h"
@@ -42,11 +42,11 @@ void join(Clocks& clocks, const Clocks& others) {
   for (const auto& [who, time] : others) clocks[who] = std::max(clocks[who], time);
 }
 
-// A thread's number in the grid, which is also its key; and that of all threads of its block.
+// A thread's number in the grid, which is also its key; and the number of all threads of its block.
 constexpr uint32_t kThreads = 2048;
 constexpr uint32_t all_of(uint32_t thread) { return thread / kThreads * kThreads + kThreads - 1; }
 
-// Of a thread since the block's last barrier, or of the block until then.
+// Knowledge of a thread since the block's last barrier, or of the block until then.
 struct Knowledge {
   Clocks seen;       // what others gave to the atomics that were read
   Clocks known;      // the same before a fence: later accesses come after it
@@ -58,7 +58,7 @@ struct Group {
   unsigned waiting = 0;
   int round = 0;
   Site site;
-  uint64_t slots[2][kWarp];  // what the lanes exchange, in turns
+  uint64_t slots[2][kWarp];  // values that the lanes exchange, alternately
 };
 
 struct Warp {
@@ -162,7 +162,7 @@ std::string name_of(Site site) {
 
 bool same(Site a, Site b) { return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0); }
 
-// Leave the running fiber; it goes on when something makes it runnable.
+// Leave the running fiber; it continues when something makes it runnable.
 void suspend() {
   if (_setjmp(fiber().resume) == 0) _longjmp(scheduler, 1);
 }
@@ -233,7 +233,7 @@ void run_fibers() {
   }
 }
 
-// Run blocks side by side.
+// Run blocks concurrently.
 void run_blocks(std::vector<Block>& blocks) {
   current = -1;
   if (blocks.size() > kMostBlocks || blocks.size() * threads.x > kMostFibers) fail("too many threads side by side");
@@ -274,7 +274,7 @@ bool knows(const Clocks& clocks, uint32_t who, Time time) {
   return found != clocks.end() && found->second > time;
 }
 
-// Of an access of another block before one of the running thread.
+// Check an access of another block before an access of the running thread.
 void check(const Access& before, bool written, bool writes) {
   for (const Clocks* known : {&fiber().knowledge.known, &fiber().block->knowledge.known}) {
     if (knows(*known, before.thread, before.time) || knows(*known, all_of(before.thread), before.time)) return;
@@ -542,7 +542,7 @@ EXPORT void __tsan_vptr_update(void**, void*) {}
 EXPORT void __tsan_vptr_read(void**) {}
 EXPORT void __tsan_init() {}
 
-// Atomic operations of the host's code, which it does itself otherwise.
+// Atomic operations in the host's code, which are otherwise done directly.
 #define ATOMIC(bits)                                                                                              \
   EXPORT int##bits##_t __tsan_atomic##bits##_load(const volatile int##bits##_t* at, int) {                        \
     return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                                                 \

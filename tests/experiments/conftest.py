@@ -20,7 +20,7 @@ from study_helpers import TINY, made_up_epoch, made_up_result, made_up_settings
 
 @pytest.fixture(scope="module", autouse=True)
 def process_settings() -> Iterator[None]:
-    """What runs set for the whole process is put back."""
+    """Restore settings that runs change for the whole process."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     cudnn = torch.backends.cudnn
     precision, repeatable = cudnn.conv.fp32_precision, cudnn.deterministic
@@ -32,7 +32,7 @@ def process_settings() -> Iterator[None]:
 
 @pytest.fixture
 def study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a tiny cifar_lt with --out tmp_path: exit status, what it printed, and its errors."""
+    """Run a tiny cifar_lt with --out tmp_path: return exit status, output, and errors."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

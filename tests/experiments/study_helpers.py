@@ -1,4 +1,4 @@
-"""What the tests of the studies share: a tiny run, made-up epochs and results."""
+"""Helpers of the studies' tests: a tiny run, made-up epochs and results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STUDY = ["--figure", "2", *[word for word in TINY if word not in ("--ratio", "10
 
 
 def folder_of(*arguments: str, model: str = "explicit", **given: Any) -> str:
-    """Name of the folder of the run that cifar_lt.py makes of TINY and more arguments, in which options differ."""
+    """Name of the folder of cifar_lt.py's run with TINY and further arguments, of which some options differ."""
     return replace(parse("cifar_lt", None, [*TINY, *arguments]), model=model, **given).run_name
 
 
@@ -54,7 +54,7 @@ def train_step(self, *arguments):
 Trainer.train_step = train_step
 runpy.run_path({str(EXPERIMENTS / "cifar_lt.py")!r}, run_name="__main__")
 """
-"""A cifar_lt.py whose process, or whose second one, is killed at the step that the environment's KILL counts."""
+"""Script like cifar_lt.py; its process, or the second of two, is killed at step number KILL of the environment."""
 
 
 def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
@@ -74,7 +74,7 @@ def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
 
 
 def run_script(name: str, *arguments: str) -> Any:
-    """Run a script of experiments/ in this process, as from a command line; its exit status."""
+    """Run a script of experiments/ in this process, as from a command line; return its exit status."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXPERIMENTS / name), run_name="__main__")
@@ -89,7 +89,7 @@ def shapes_data(settings: Settings) -> StudyData:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Networks and data in float64, in which no difference can pass for rounding."""
+    """Networks and data in float64, so that no difference can be mistaken for rounding."""
     torch.set_default_dtype(torch.float64)
     try:
         yield

@@ -1,7 +1,8 @@
-"""Arguments that make no sense end a script with status 2 and a line that names them, before anything is written."""
+"""Invalid arguments end a script with status 2 and a line that names them, before anything is written."""
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 
 import layer_peeled
@@ -9,6 +10,7 @@ import model
 import pytest
 import separation
 import study
+from models import frame
 from nc_study.config import parse
 
 SCRIPTS = {
@@ -62,6 +64,16 @@ SCRIPTS = {
         ("model sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
         ("model sudoku --data-root .", "--size 6: 9 with --data-root"),
         ("model text --width 100", "--width 100"),
+        ("cifar_lt --sovler picard", "unrecognized arguments: --sovler picard; did you mean '--solver'?"),
+        (
+            "cifar_lt --max_iter=3 --solvr=picard",
+            "--solvr=picard; did you mean '--max-iter'?; did you mean '--solver'?",
+        ),
+        ("cifar_lt --adjoint ift", "choose from jfb, implicit, phantom, unrolled); did you mean 'implicit'?"),
+        ("study --table 1 --arms deq-impicit", "did you mean 'deq-implicit'?"),
+        ("model graphs --arms explicit-parameter", "did you mean 'explicit-parameters'?"),
+        ("separation --experiment sawtoth", "did you mean 'sawtooth'?"),
+        ("layer_peeled --tolerence 1", "unrecognized arguments: --tolerence 1; did you mean '--tolerance'?"),
     ],
 )
 def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys):
@@ -71,3 +83,19 @@ def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys
         SCRIPTS[script](arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [*SCRIPTS, *(f"model {name}" for name in model.MODELS)])
+def test_the_examples_of_the_help_are_right(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for module in (layer_peeled, frame, separation, study):
+        monkeypatch.setattr(module, "told", lambda *_: 0)
+    script, *words = command.split()
+    with pytest.raises(SystemExit):
+        SCRIPTS[script]([*words, "--help"])
+    examples = capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines()
+    assert len(examples) > 1
+    for example in examples:
+        command, path, *arguments = shlex.split(example, comments=True)
+        assert command == "python" and path.endswith(f"/{script}.py") and arguments[: len(words)] == words
+        SCRIPTS[script](arguments)

@@ -1,4 +1,4 @@
-"""Two processes on one run: what they share, gather and agree on, and where their numbers are those of one."""
+"""Two processes on one run: shared, gathered and agreed values; their numbers equal those of one process."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ TWO_EPOCHS = ("--epochs", "2")
 
 
 def together(*program: str, **given):
-    """A program in two processes."""
+    """Run a program in two processes."""
     return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program, cwd=HERE, **given)
 
 
 def refuse() -> None:
-    """An error that is the user's."""
+    """Raise an error that the user can correct."""
     raise StudyError("no")
 
 
 def steps_of_every_kind() -> dict[str, object]:
-    """Weights, momenta and counts after steps with batches of 5, 1 (an empty share) and 4 images, and samples left out:
+    """Weights, momenta and counts after steps with batches of 5, 1 (an empty share) and 4 images. Samples are left out
     in one process, in both, and all."""
     found: dict[str, object] = {}
     for name, model, given in (
@@ -63,7 +63,7 @@ def steps_of_every_kind() -> dict[str, object]:
             "cifar_lt", **tiny, model=model, epochs=2, batch_size=5, lr=1e-3, precision="fp32", **given
         )
         one = Trainer(settings, shapes_data(settings))
-        if name == "implicit":  # the cell as drawn is no contraction: its adjoint solve makes 1e-5 of a rounding
+        if name == "implicit":  # the initial cell does not contract: its adjoint solve amplifies a rounding to 1e-5
             one.network.last.cell.conv2.weight.data *= 0.03
             one.network.last.cell.norm2.weight.data *= 10
         tally, losses = SolverTally(CPU), []
@@ -80,8 +80,8 @@ def steps_of_every_kind() -> dict[str, object]:
 
 
 def step(one: Trainer, size: int, left_out: tuple[int, ...], tally: SolverTally) -> list[float]:
-    """A step with the first images, in which the solves of those left out are reported as broken; with the running
-    statistics, since processes on CPUs do not share those of a batch."""
+    """Make a step with the first images; the solves of the samples left out are reported as broken. It uses the running
+    statistics, because processes on CPUs do not share those of a batch."""
     mine, real = distributed.share(0, size), training.usable
     mask = torch.tensor([i not in left_out for i in range(mine.start, mine.stop)], dtype=torch.bool)
     training.usable = lambda solution: real(solution) & mask
@@ -98,7 +98,7 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
     program.write_text(UNITS)
     done = together(str(program), str(tmp_path))
     assert done.stdout == "rank 0\n", done.stderr
-    assert done.returncode != 0 and done.stderr.count("StudyError: no") == 1  # told only by the first
+    assert done.returncode != 0 and done.stderr.count("StudyError: no") == 1  # only the first process reports it
     with float64():
         expected = steps_of_every_kind()
     assert expected["jfb"]["solver"]["skipped"] == 3 + 10 and expected["jfb"]["losses"][-1] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""The layer-peeled study against what is known in closed form, its verdicts, and a small run from end to end."""
+"""The layer-peeled study compared with closed forms, its verdicts, and a small run from end to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sudoku: the solver and generator are exact, and digits and lines interchangeable."""
+"""Sudoku: the solver and generator are exact; digits and lines are interchangeable."""
 
 from __future__ import annotations
 

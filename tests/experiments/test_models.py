@@ -1,4 +1,4 @@
-"""The example models: every arm trains and is shown, what they compute, and input that they refuse."""
+"""The example models: every arm trains and is shown; their computations, and the input that they refuse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
 SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "starts": 2, "width": 4, "batch_size": 2}
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
-SCRIPTS = {  # with small options, a score and what it may be, and a score that only solves have
+SCRIPTS = {  # with small options, a score and its range, and a score that only solves have
     "cells": (cells, cells.Cells(epochs=1, images=16, batch=8, width=4, features=4), ("accuracy", 0, 100), "converged"),
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
@@ -67,7 +67,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
 @pytest.mark.parametrize(("name", "given"), [("images", {"images": 32}), ("restoration", {"steps": 3})])
 def test_a_run_that_was_cut_off_counts_all_evaluations(name, given, tmp_path, cut_off):
     script, options, *_ = SCRIPTS[name]
-    options = replace(options, tol=0.02, **given)  # with evaluations that differ from step to step
+    options = replace(options, tol=0.02, **given)  # so that evaluations differ between steps
 
     def train():
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_the_commands_of_the_pages_are_understood():
     pages = (EXPERIMENTS.parent / "docs" / "pages").glob("*.md")
     found = {line for page in pages for line in re.findall(COMMAND, page.read_text(), re.MULTILINE)}
     for name, words in found:
-        assert parsed(SCRIPTS[name][0].EXAMPLE.options, None, words.split())
+        assert parsed(SCRIPTS[name][0].EXAMPLE.options, None, [], words.split())
     assert {name for name, _ in found} == {*SCRIPTS} == {*model.MODELS}
 
 
@@ -166,7 +166,7 @@ EASY = (
     "050703060007000800000816000000030000005000100730040086906000204840572093000409000 "
     "158723469367954821294816375619238547485697132732145986976381254841572693523469718"
 )
-PUZZLES = {  # what is said of a bad line behind a good one
+PUZZLES = {  # message for a bad line after a good one
     "12 34": "a.txt, line 2: .*not 81 digits",
     EASY.replace("0507", "5507"): "a.txt, line 2: .*the puzzle has no solution",
     EASY.replace("0507", "0007").replace("7003", "0000").replace("0409", "0000"): "line 2: .*more than one solution",

@@ -1,4 +1,4 @@
-"""The report as a whole: the numbers of its tables against those of the results, its files, and its errors."""
+"""The report as a whole: numbers of its tables compared with the results, its files, and its errors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import html
 import re
 
 import pytest
+from nc_study.protocol import CLAIMS
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
-from nc_study.reporting.report import write
+from nc_study.reporting.report import findings, write
 from nc_study.reporting.runs import Collection, collect
-from nc_study.reporting.verdicts import progress
+from nc_study.reporting.verdicts import progress, verdicts
 from runs.options import StudyError
 from study_helpers import EXPERIMENTS, run_script
 
@@ -19,32 +20,34 @@ STUDY_PAGE = EXPERIMENTS.parent / "docs" / "pages" / "study.md"
 
 
 def text_of(page):
-    """What a browser shows of a page."""
+    """Text that a browser shows of a page."""
     return html.unescape(re.sub(r"<[^>]*>", "", page))
 
 
 def group_of(path):
-    """The group of the runs that are in one folder with this one."""
+    """Return the group of the runs that are in one folder with this one."""
     (group,) = collect([path.parent]).groups
     return group
 
 
 @pytest.mark.parametrize("arm", ["once", "deq-implicit"])
-def test_the_protocols_runs_of_only_one_arm(arm):
+def test_the_protocols_runs_of_only_one_arm(arm, tmp_path):
     (path,) = (EXPERIMENTS / "results" / "protocol").glob(f"cifar10-k3-r100-study-{arm}-seed0-*")
     groups = collect([path]).groups
-    assert groups[0].first_recipe and tables.findings(groups)[0].startswith("No verdict yet: 0 of the 48")
-    assert tables.control_rows(groups[0]) == []
+    (said,) = findings(groups)
+    assert groups[0].first_recipe and said.startswith("No verdict: 0 of the 48")
+    text = report_of(groups[0], tmp_path)
+    assert "## Controls" not in text and "## By setting" not in text and "courses.png" in text
 
 
 def test_a_run_that_broke_down_is_named(made_up):
     group = group_of(made_up(seed=3))
-    assert tables.broken(group, group.settings) == []
+    assert list(tables.broken_rows(group)) == []
     (network,) = group.networks(*next(iter(group.runs))).values()
     network.curves["loss"] = (*network.curves["loss"][:-1], 1.6)
-    (said,) = tables.broken(group, group.settings)
-    assert said.startswith("DEQ, JFB, (3,7) R = 10, seed 3 (after epoch ")
-    assert tables.broken(group, []) == tables.broken(group, group.settings, ["once"]) == []
+    (row,) = tables.broken_rows(group)
+    assert (row["arm"], row["seed"], row["epoch"]) == ("DEQ, JFB", 3, 4)
+    assert (row["loss"], row["converged, %"]) == ("1 to 1.6", "90.0")
 
 
 def report_of(group, folder):
@@ -54,17 +57,17 @@ def report_of(group, folder):
 
 def test_what_cannot_be_compared_is_not(made_up, tmp_path):
     group = group_of(made_up(dataset="shapes"))
-    assert group.drawn and "paper's Tables" not in report_of(group, tmp_path)
+    assert group.drawn and "of the paper" not in report_of(group, tmp_path)
     path = made_up("papers/one", preset="paper", epochs=100, model="explicit")
     made_up("papers/two", preset="paper", epochs=100, model="explicit", seed=1)
     group = group_of(path)
     first, *others = tables.paper_rows(group, "2")
     # The mean over epochs 91 to 100 of 40 + seed + epoch / 10.
-    expected = {"explicit, paper": "72.57±0.25", "explicit, ours": "50.05±0.71 (2)", "DEQ, implicit, ours": "not run"}
+    expected = {"explicit, paper": "72.57±0.25", "explicit, ours": "50.05±0.71 (2)", "DEQ, ours": "not run"}
     assert not group.not_the_papers and first.items() >= (expected | {"DEQ, paper": "73.84±0.72"}).items()
     assert {row["explicit, ours"] for row in others[2:]} == {"not run"} and len(others) == 8
-    assert tables.paper_rows(group, "3")[0]["explicit, paper"] == "80.73±0.48†"
-    assert "paper's Tables" in report_of(group, tmp_path)
+    assert next(tables.paper_rows(group, "3"))["explicit, paper"] == "80.73±0.48†"
+    assert "Tables 1 to 4 of the paper" in report_of(group, tmp_path)
 
 
 def test_tables_escape_what_they_hold_and_align_numbers():
@@ -79,12 +82,11 @@ def test_tables_escape_what_they_hold_and_align_numbers():
 def test_the_documentation_says_what_the_committed_results_do():
     groups = collect([EXPERIMENTS / "results" / "protocol"]).groups
     _, said, _ = re.split("<!-- (?:end of )?findings -->", STUDY_PAGE.read_text())
-    quoted = " ".join(said.replace("\\", "").split()).removeprefix("- ").split(" - ")
-    assert quoted == tables.findings(groups)
+    assert [" ".join(one.split()) for one in said.strip().removeprefix("- ").split("\n- ")] == findings(groups)
     done, needed = progress(groups[0])
     readme = " ".join((EXPERIMENTS.parent / "README.md").read_text().split())
     assert f"{done} of the {needed} preregistered runs are finished" in readme
-    mean, interval = tables.verdict_rows(groups[0])[0]["difference"].split(maxsplit=1)
+    mean, interval = verdicts(groups[0], CLAIMS)[0].shown.split(maxsplit=1)
     assert f"the DEQ's accuracy is {mean} points {interval} from the explicit network's" in readme
 
 
@@ -94,16 +96,22 @@ def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch,
     monkeypatch.setattr("nc_study.reporting.report.png", lambda figure: b"as does drawing")
     assert run_script("report.py", "experiments/results/protocol", "--out", str(tmp_path)) == 0
     printed = capsys.readouterr().out
-    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "first recipe, tuned arm by arm" in printed
+    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "tuned arm by arm" in printed
     committed = EXPERIMENTS / "results" / "report"
-    assert (tmp_path / "report.md").read_text() == (committed / "report.md").read_text()
+    for name in ("report.md", "appendix.md", "provenance.md"):
+        assert (tmp_path / name).read_text() == (committed / name).read_text()
+    assert (committed / "report.md").stat().st_size <= 20_000
     names = {path.name for path in (committed / "figures").iterdir()}
     assert {path.name for path in (tmp_path / "figures").iterdir()} == names
-    page = (tmp_path / "report.html").read_text()
-    links = re.findall(r"""(?:src|href|srcset|data)=["']([^"']*)""", page)
-    assert sum(link.startswith("data:image/png;base64,") for link in links) == len(names)
-    assert all(link.startswith(("data:image/png;base64,", "#")) for link in links), "the page needs nothing else"
-    assert not re.search("<(script|link|iframe|object|embed)|@import|url\\(|http", page)
+    pictures = 0
+    for name in ("report", "appendix", "provenance"):
+        page = (tmp_path / f"{name}.html").read_text()
+        links = re.findall(r"""(?:src|href|srcset|data)=["']([^"']*)""", page)
+        pictures += sum(link.startswith("data:image/png;base64,") for link in links)
+        known = ("data:image/png;base64,", "#", "appendix.html", "provenance.html")
+        assert all(link.startswith(known) for link in links), "the pages need nothing else"
+        assert not re.search("<(script|link|iframe|object|embed)|@import|url\\(|http", page)
+    assert pictures == len(names)
 
 
 def test_errors_are_told_in_a_line(made_up, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Which folders count as runs, and which runs may be averaged or compared."""
+"""Folders that count as runs, and runs that may be averaged or compared."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from nc_study.config import Setting
 from nc_study.record import FORMAT
-from nc_study.reporting.geometry import geometry_rows
 from nc_study.reporting.runs import collect
+from nc_study.reporting.tables import geometry_rows
 from nc_study.rundir import RunDirectory
 from runs.files import to_json, write_arrays
 
@@ -119,5 +119,5 @@ def test_the_geometry_is_of_the_last_measurement_of_the_runs_that_saved_it(made_
     write_arrays(path / "moments.npz", {name: np.array(one) for name, one in arrays.items()})
     (group,) = collect([path.parent]).groups
     (row,) = geometry_rows(group)
-    assert row["setting, number of seeds"] == "(3,7) R = 10, 1" and row["means: orthogonal frame"] == "0.00"
-    assert row["means: SELI"] > "0.1" and row["classifier: orthogonal frame"] > "0.1"
+    assert (row["setting"], row["seeds"]) == ("(3,7) R = 10", 1) and row["means: orthogonal"] == "0.00"
+    assert row["means: SELI"] > "0.1" and row["classifier: orthogonal"] > "0.1"

@@ -1,4 +1,4 @@
-"""The separation study against what is known in closed form, its frame, and small runs from end to end."""
+"""The separation study compared with closed forms, its frame, and small runs from end to end."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_trained_networks_see_the_same_samples_and_keep_the_bound():
     for one in found:
         assert len(one.trials) == rates and one.steps == (0, 2, 4) and one.largest_weight <= 0.2
         assert len(one.errors["test"]) == 3
-    assert found[0].flops > 6 * 4**2  # at least the differentiated evaluation, and that of the readout
+    assert found[0].flops > 6 * 4**2  # at least the differentiated evaluation and the readout
 
 
 def test_sawtooth_section_says_what_is_constant_and_what_is_a_construction():
@@ -326,7 +326,7 @@ def test_what_is_committed_is_what_the_records_say():
 
 
 def test_the_page_says_what_the_committed_verdicts_are():
-    """Each sentence of the page, next to the verdict that it retells: it must change with it."""
+    """Each sentence of the page with the verdict that it repeats: it must change with it."""
     root = Path(separation.__file__).parents[1]
     reported = verdicts_of(root / "experiments/results/separation/full/report.md")
     page = " ".join((root / "docs/pages/separation.md").read_text().split())

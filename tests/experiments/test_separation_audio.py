@@ -1,4 +1,4 @@
-"""The sound that networks are fitted to, and its fits as files."""
+"""The sound that networks fit, and its fits as files."""
 
 from __future__ import annotations
 

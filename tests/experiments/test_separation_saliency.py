@@ -1,4 +1,4 @@
-"""Grad-CAM and its measures against known answers, its control, and finished runs."""
+"""Grad-CAM and its measures compared with known answers, its control, and finished runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings and command line: presets, overrides, and arguments that make no sense."""
+"""Settings and command line: presets, overrides, and invalid arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data: the selection of LDAM-DRW, drawn shapes, crops and flips, CIFAR files whole, damaged and absent."""
+"""Data: the selection of LDAM-DRW, drawn shapes, crops and flips, CIFAR files that are whole, damaged or absent."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_epoch_is_a_function_of_seed_and_epoch():
 
 
 def test_without_augmentation_an_epoch_has_the_images_as_they_are():
-    """In the order that it has with augmentation."""
+    """The order is the same as with augmentation."""
     settings = settings_from("cifar_lt", dataset="shapes", n_majority=20, test_images=40, device="cpu")
     augmented, plain = (shapes_data(replace(settings, no_augmentation=one)) for one in (False, True))
     images = torch.cat([one for one, _ in plain.epoch(1, 2, 16)])

@@ -1,4 +1,4 @@
-"""The networks: sizes, common initial weights, constraints, and the choice of kernel."""
+"""Networks: sizes, common initial weights, constraints, and the choice of kernel."""
 
 from __future__ import annotations
 
@@ -66,13 +66,15 @@ def test_the_deq_network_takes_its_settings(solver, adjoint):
     assert output.solution.evaluations <= 7 and network.last.solver.tol == 0.02
     assert network.last.drop_converged == (adjoint != "unrolled"), "an unrolled one runs no solver"
     output.logits.sum().backward()
-    assert adjoint != "implicit" or network.last.backward_solution.evaluations <= 7  # its solve is like the forward's
+    assert (
+        adjoint != "implicit" or network.last.backward_solution.evaluations <= 7
+    )  # its solve uses the forward's settings
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
 @pytest.mark.parametrize("model", ["explicit", "explicit-norm", "once", "deq"])
 def test_the_scale_is_the_gain_of_the_branch_that_is_added_to_the_input(model):
-    """A norm that follows takes it out again: what counts is the branch where the input is added."""
+    """A norm that follows removes the gain, so it must be on the branch to which the input is added."""
     branches, x = [], torch.randn(3, 8, 4, 4)
     for scale in (1.0, 0.25):
         block = make(model, width=1, scale=scale).eval().last
@@ -99,8 +101,8 @@ def test_under_autocast_all_before_the_last_block_is_in_bfloat16(model):
 
 @pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2)])
 def test_float32_kernels_compute_products_of_bfloat16(size, stride, monkeypatch):
-    """Operands are integers of which no sum exceeds 2^24: no order of summation rounds. So result and gradients are in
-    every bit the exact ones of rounded operands, rounded once."""
+    """Operands are integers whose sums do not exceed 2^24, so that no order of summation rounds. Result and gradients
+    are therefore, in every bit, the exact ones of rounded operands, rounded once."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randint(-1023, 1024, (2, 4, 6, 6), generator=draw).float()
     weight = torch.randint(-255, 256, (4, 4, size, size), generator=draw).float()  # 36 products of 2^18
@@ -118,7 +120,7 @@ def test_float32_kernels_compute_products_of_bfloat16(size, stride, monkeypatch)
 
 
 def differentiated(function, x, weight):
-    """Its value at x, and the gradients by x and weight under a gradient of integers up to 127."""
+    """Return the value at x, and the gradients in x and weight for a gradient of integers up to 127."""
     x, weight = x.clone().requires_grad_(), weight.requires_grad_()
     weight.grad = None
     value = function(x)

@@ -1,4 +1,4 @@
-"""What is saved of a measurement gives the metrics again, and the within-class covariance in the span of the means."""
+"""Saved moments give the metrics of a measurement again, and the within-class covariance in the span of the means."""
 
 from __future__ import annotations
 

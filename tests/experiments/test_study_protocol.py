@@ -1,4 +1,4 @@
-"""The protocol: page and code agree, its list is in order and fair to the arms, and the choice is the best trial's."""
+"""The protocol: page and code agree, its list is ordered and fair to the arms, and the choice is the best trial's."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_best_trial_is_chosen_and_of_equal_ones_the_first():
 
 
 def test_trials_are_run_recorded_and_read_by_the_reports(tmp_path, monkeypatch):
-    """Of two trials one ends and one diverges; there is a choice when all are over."""
+    """Of two trials one ends and one diverges; there is a choice when all are finished."""
     monkeypatch.setattr(protocol, "TUNING", tmp_path / "tuning.json")
     monkeypatch.setattr(protocol, "ARMS", ("explicit",))
     monkeypatch.setattr(protocol, "GRID", {"lr": (0.3, 0.1), "weight_decay": (5e-4,), "scale": (1.0,)})
@@ -121,7 +121,7 @@ def test_trials_are_run_recorded_and_read_by_the_reports(tmp_path, monkeypatch):
     assert (tmp_path / "tuning.json").read_bytes() == whole, "a part of the trials does not take the place of all"
     monkeypatch.setattr(protocol, "GRID", {**protocol.GRID, "scale": (1.0, 0.3)})
     (tmp_path / "tuning.json").write_bytes(msgspec.json.encode(choose(list(written.trials))))
-    with pytest.raises(StudyError, match="not all trials are over, .* --tune goes on"):
+    with pytest.raises(StudyError, match="not all trials are finished: .* --tune continues"):
         tuned()
 
 

@@ -1,4 +1,4 @@
-"""The paper's tables as typed in, the record of a run, and the row measured with the paper's."""
+"""The paper's tables as typed in, the record of a run, and the row that is compared with the paper's."""
 
 from __future__ import annotations
 

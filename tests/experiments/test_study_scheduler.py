@@ -1,4 +1,4 @@
-"""study.py: which runs stand behind a table or figure, and what becomes of them: finished, failed, stopped, resumed."""
+"""study.py: the runs of a table or figure, and their course: finished, failed, stopped, resumed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def results(out):
 
 
 def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
-    """Three runs at two at a time: of a damaged checkpoint, whole, and in the place of whose folder there is a file."""
+    """Three runs, two at a time: with a damaged checkpoint, whole, and with a file in place of its folder."""
     bad, good, none = (folder_of("--epochs", "1", seed=seed) for seed in range(3))
     arguments = [*ONE_EPOCH, "--seeds", "0,1,2", "--jobs", "2", "--out", str(tmp_path)]
     assert script.main([*arguments, "--dry-run"]) == 0
@@ -95,7 +95,7 @@ def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path, monkeypat
     assert "this command continues" in capsys.readouterr().err
     done = log.read_text().count("\n")
     time.sleep(0.5)
-    assert 1 <= log.read_text().count("\n") == done < 400  # nobody goes on in the background
+    assert 1 <= log.read_text().count("\n") == done < 400  # no process continues in the background
     folder = log.parent
     assert "interrupted" in (folder / "log.txt").read_text()
     assert script.main([*arguments, "--dry-run"]) == 0

@@ -1,4 +1,4 @@
-"""The scripts from command line to last line: fresh, killed, interrupted, resumed, and in trouble."""
+"""The scripts from command line to last line: fresh, killed, interrupted, resumed, and with errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNS = [folder_of(), folder_of(model="deq")]
 
 
 def outcome(out):
-    """All of finished runs that must not depend on how they came about: weights, moments, and lines without their
+    """Everything of finished runs that must not depend on their course: weights, moments, and lines without their
     times."""
     states = {name: torch.load(out / name / "last.ckpt", weights_only=True) for name in RUNS}
     moments = [read_arrays(out / name / "moments.npz") for name in RUNS]
@@ -37,7 +37,7 @@ def outcome(out):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of two runs that nothing disturbed, and what was printed."""
+    """Folder of two undisturbed runs, and their output."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.delenv("TRITON_INTERPRET", raising=False)  # as a user has it
@@ -66,7 +66,7 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
 
 
 def test_the_cell_of_a_finished_run_is_a_problem_of_the_benchmarks(whole, tmp_path):
-    """Of a run on a GPU, too."""
+    """Also for a run on a GPU."""
     run = shutil.copytree(whole[0] / RUNS[1], tmp_path / "run")
     record = (run / "result.json").read_text()
     (run / "result.json").write_text(record.replace('"device":"cpu"', '"device":"cuda"').replace('"cpp"', '"cuda"'))
@@ -96,7 +96,7 @@ def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(t
 
 
 def test_kill_9_and_resume_end_in_the_same_bits(whole, study, tmp_path):
-    """111 images are 7 steps an epoch: killed in the DEQ's second epoch, after three of the explicit network."""
+    """111 images are 7 steps per epoch: killed in the DEQ's second epoch, after three of the explicit network."""
     killed = python("-c", KILLED, *TINY, "--out", str(tmp_path), environment={"KILL": "32"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [(tmp_path / name / "result.json").exists() for name in RUNS] == [True, False]
@@ -107,7 +107,7 @@ def test_kill_9_and_resume_end_in_the_same_bits(whole, study, tmp_path):
 
 
 def signal_at_step(monkeypatch, number):
-    """Raise a signal in the middle of the second epoch from here."""
+    """Raise a signal in the middle of the second epoch from now on."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
     step, left = Trainer.train_step, [12]
 
@@ -121,7 +121,7 @@ def signal_at_step(monkeypatch, number):
 
 
 def test_what_ends_a_run_early_is_told_in_a_line_and_resume_goes_on(study, whole, tmp_path, monkeypatch):
-    """A run interrupted, gone on with and terminated, and gone on with until the disk is full."""
+    """A run is interrupted, resumed and terminated, and resumed until the disk is full."""
     for number, given in ((signal.SIGINT, ()), (signal.SIGTERM, ("--resume",))):
         with monkeypatch.context() as patch:
             signal_at_step(patch, number)

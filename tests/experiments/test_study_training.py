@@ -1,4 +1,4 @@
-"""Training: the skip rule, the learning rate, and what an epoch's line says."""
+"""Training: the skip rule, the learning rate, and the contents of an epoch's line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not here: no spills, shared memory and barriers within limits."""
+"""Triton kernels compiled for GPUs without a GPU: no spills; shared memory and barriers within limits."""
 
 from __future__ import annotations
 

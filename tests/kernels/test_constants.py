@@ -1,4 +1,4 @@
-"""What the C++ headers repeat of Python: the constants, the order of the stop rule, and the arguments of the ops."""
+"""Repetitions of Python in the C++ headers: the constants, the order of the stop rule, and the arguments of the ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch of the solver steps resolves once, with kernels in the place of Triton's that record their calls."""
+"""Launches of the solver steps resolve their arguments once. Stand-ins for Triton's kernels record the calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deqfast.kernels import multisecant_step, picard_step
 
 
 class Recorder:
-    """A jit function that computes nothing. A call of it returns, as triton's does, the compiled kernel."""
+    """Jit function that computes nothing. A call of it returns the compiled kernel, as triton's does."""
 
     calls: Counter[str] = Counter()
 
@@ -90,7 +90,7 @@ def aligned_otherwise(state):
 
 
 def test_what_triton_compiles_apart_is_told_apart(calls):
-    """Addresses that are no multiples of 16, dtypes, sizes, the last step, and each place in the window."""
+    """Addresses that are not multiples of 16, dtypes, sizes, the last step, and each place in the window."""
     step, asked = Kernel("triton").op("multisecant_step"), []
     window = Case("good", batch=2, size=16, history=2, k=3)
     double = Case("good", batch=2, size=16, history=2, k=3, dtype=torch.float64)

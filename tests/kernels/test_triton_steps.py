@@ -1,4 +1,4 @@
-"""What only the Triton kernels of the solver steps have to do; tests/test_steps.py has what all do."""
+"""Properties of the Triton kernels of the solver steps only; tests/test_steps.py has those of all kernels."""
 
 from __future__ import annotations
 

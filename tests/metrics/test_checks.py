@@ -1,4 +1,4 @@
-"""Bad arguments of the metrics are named, with what they are and what they must be."""
+"""Errors for bad arguments of the metrics name the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from deqfast import NeuralCollapse, neural_collapse
 
+WEIGHT = {"classifier_weight": torch.ones(3, 4)}
 GOOD = {"features": torch.ones(6, 4), "labels": torch.arange(6) % 3}
 
 
@@ -44,6 +45,13 @@ BAD = [
     ({"rtol": math.nan}, ValueError, "rtol must be .*, got nan"),
     ({"rtol": "auto"}, TypeError, "rtol must be a number, got 'auto'"),
     ({"center": "mean"}, ValueError, "center must be one of 'class-means', 'samples', got 'mean'"),
+    ({"convention": "papian"}, ValueError, "convention must be one of 'sun', .*got 'papian'"),
+    ({"classifier_bias": torch.ones(3)}, ValueError, "classifier_bias is given, and classifier_weight is None"),
+    ({**WEIGHT, "classifier_bias": torch.ones(3, 1)}, ValueError, r"classifier_bias has shape \(3, 1\).*\(3,\)"),
+    ({**WEIGHT, "classifier_bias": torch.ones(4)}, ValueError, r"classifier_bias has shape \(4,\).*\(3,\)"),
+    ({**WEIGHT, "classifier_bias": torch.ones(3).int()}, TypeError, r"classifier_bias has dtype torch\.int32"),
+    ({**WEIGHT, "classifier_bias": [0.0, 0.0, 0.0]}, TypeError, "classifier_bias is a list"),
+    ({**WEIGHT, "classifier_bias": torch.ones(3, device="meta")}, ValueError, "classifier_bias is on meta; .*cpu"),
     ({"labels": torch.zeros(6, dtype=torch.int64, device="meta")}, ValueError, r"labels is on meta; it must be on cpu"),
     ({"classifier_weight": torch.ones(3, 4, device="meta")}, ValueError, r"classifier_weight is on meta; .*cpu"),
 ]
@@ -57,7 +65,11 @@ BAD_METRICS = [
     ({"rtol": 2.0}, ValueError, r"rtol must be .*, got 2\.0"),
     ({"streaming": True, "num_features": 1025}, ValueError, r"at most 1024: use streaming=False"),
     ({"streaming": True}, ValueError, "num_features is None; streaming=True needs it"),
-    ({"center": None}, ValueError, "center must be one of .*, got None"),
+    ({"center": 0}, ValueError, "center must be one of .*, got 0"),
+    ({"convention": "Zhu"}, ValueError, "convention must be one of 'sun', 'papyan', 'zhu', 'kothapalli', got 'Zhu'"),
+    ({"per_class": True, "streaming": True, "num_features": 4}, ValueError, "per_class=True needs the samples"),
+    ({"classifier_bias": torch.ones(4)}, ValueError, r"classifier_bias has shape \(4,\); it must be \(3,\), one per"),
+    ({"classifier_bias": nn.Linear(7, 3, bias=False)}, TypeError, "classifier_bias is a Linear; give .* with a bias"),
     ({"classifier_weight": nn.ReLU()}, TypeError, r"classifier_weight is a ReLU; give a tensor, a module"),
     ({"classifier_weight": torch.ones(2, 7)}, ValueError, r"shape \(2, 7\); it must be \(3, D\)"),
     ({"classifier_weight": nn.Linear(7, 3), "num_features": 8}, ValueError, r"shape \(3, 7\); it must be \(3, 8\)"),
@@ -74,6 +86,14 @@ def test_bad_arguments(call, arguments, error, message):
     NeuralCollapse(3, streaming=True, num_features=1024)
     with pytest.raises(error, match=message):
         call(**arguments)
+
+
+def test_a_metric_with_a_bias_needs_a_weight():
+    for streaming in (False, True):
+        metric = NeuralCollapse(3, streaming=streaming, num_features=4, classifier_bias=torch.ones(3))
+        metric.update(**GOOD)
+        with pytest.raises(ValueError, match="classifier_bias is given, and classifier_weight is None"):
+            metric.compute()
 
 
 @pytest.mark.parametrize(("streaming", "columns"), [(False, None), (False, 7), (True, 7)])

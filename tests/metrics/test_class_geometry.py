@@ -1,4 +1,4 @@
-"""Geometry of classes under imbalance: closed forms, optima found numerically, and what is refused."""
+"""Geometry of classes under imbalance: closed forms, optima found numerically, and refused arguments."""
 
 from __future__ import annotations
 
@@ -37,6 +37,32 @@ def test_a_target_is_at_no_distance_of_itself_in_any_rotation_and_scale():
         for one in (found.means, found.classifier):
             distances = {kind: getattr(one, kind) for kind in makers}
             assert distances.pop(name) < 1e-14 and min(distances.values()) > 0.03, name
+
+
+def test_the_logits_of_all_targets_are_simplex_labels():
+    """Whatever the class sizes, once what the logits of a sample have in common is gone."""
+    counts = SIZES.long()
+    for make in (lambda of: simplex(SIZES), lambda of: orthogonal_frame(SIZES, of), lambda of: seli(SIZES, of)):
+        targets = [factor(make(of)) @ rotation(4) for of in (True, False)]
+        # W of the least norm with logits C for these means: its Gram matrix is the target's.
+        weight = torch.linalg.lstsq(targets[0], simplex(SIZES)).solution.T
+        assert gram_distance(weight, make(False)) < 1e-12
+        for bias in (None, torch.full((4,), 3.0, dtype=torch.float64)):
+            assert class_geometry(targets[0], counts, weight, classifier_bias=bias).logits < 1e-12
+
+
+def test_the_logits_in_closed_form():
+    """Without means only the bias is left: centred, it is (1, -1) / 2 for both classes, at 90 degrees to the labels."""
+    means, weight = torch.tensor([[1.0], [1.0]]), torch.zeros(2, 1)
+    found = class_geometry(means, torch.ones(2), weight, classifier_bias=torch.tensor([1.0, 0.0]))
+    assert found.logits == pytest.approx(math.sqrt(2))
+    # Logits (2, 0) and (0, 1): centred (1, -1) and (-1/2, 1/2), of norm sqrt(5/2); the labels' product is 3/2.
+    found = class_geometry(torch.eye(2), torch.ones(2), torch.eye(2), classifier_bias=torch.zeros(2))
+    assert found.logits == pytest.approx(0, abs=1e-7)
+    found = class_geometry(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(2), torch.eye(2))
+    assert found.logits == pytest.approx(math.sqrt(2 - 2 * 1.5 / math.sqrt(2.5)))
+    assert class_geometry(means, torch.ones(2)).logits is None
+    assert math.isnan(class_geometry(torch.ones(1, 3), torch.ones(1), torch.ones(1, 3)).logits)
 
 
 def test_equal_sizes_make_seli_the_simplex():
@@ -118,7 +144,7 @@ def test_nothing_centred_is_defined_of_equal_means():
 
 
 def test_it_is_measured_with_nc1_to_nc4_of_samples_and_of_streams():
-    """Rows that are not finite are left out, and a class without samples."""
+    """Rows that are not finite, and a class without samples, are left out."""
     labels = torch.cat([torch.zeros(90), torch.ones(90), torch.full((9,), 3)]).long()[torch.randperm(189)]
     features = torch.randn(4, 6, dtype=torch.float64)[labels] + 0.3 * torch.randn(189, 6, dtype=torch.float64)
     weight = torch.randn(4, 6, dtype=torch.float64)
@@ -161,6 +187,12 @@ def test_dtypes_and_strides(dtype):
         (ValueError, "counts is .*; it must be at least 0, and one more than 0", {"counts": torch.zeros(3)}),
         (ValueError, "counts is .*at least 0", {"counts": torch.tensor([1, -1, 2])}),
         (ValueError, r"classifier_weight has shape \(3, 4\)", {"classifier_weight": torch.ones(3, 4)}),
+        (ValueError, "classifier_bias is given, and classifier_weight is None", {"classifier_bias": torch.ones(3)}),
+        (
+            ValueError,
+            r"classifier_bias has shape \(5,\); it must be \(3,\)",
+            {"classifier_weight": torch.ones(3, 5), "classifier_bias": torch.ones(5)},
+        ),
         (ValueError, r"traces has shape \(4,\)", {"traces": torch.ones(4)}),
         (ValueError, "majority must be at least 1, got 0", {"majority": 0}),
     ],

@@ -72,7 +72,7 @@ def test_offset_costs_no_digits(first_row):
 def test_the_scale_of_the_features_has_no_say():
     features, labels, weight = make_samples(500, 63, 10, dtype=torch.float64)
     expected = neural_collapse(features, labels, weight)
-    for scale in (1e-90, 1e80):  # whose fourth powers are no numbers
+    for scale in (1e-90, 1e80):  # their fourth powers are not representable
         assert_metrics_close(neural_collapse(features * scale, labels, weight), expected)
 
 
@@ -298,7 +298,9 @@ def test_result_is_plain_and_frozen():
     fields = result._asdict()
     assert NCResult(**json.loads(json.dumps(fields))) == result
     assert {name for name, value in fields.items() if type(value) is int} == {"rank", "num_classes", "excluded"}
-    assert fields.pop("geometry") is None and all(type(value) in (int, float) for value in fields.values())
+    for asked in ("geometry", "nc1_per_class", "nc2_means", "nc2_classifier"):
+        assert fields.pop(asked) is None
+    assert fields.pop("convention") == "sun" and all(type(value) in (int, float) for value in fields.values())
     with pytest.raises(AttributeError):
         result.nc1 = 0.0
 

@@ -30,12 +30,13 @@ def escape(text: object) -> str:
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> Source:
-    """Make a Markdown table of at least one row, each by the names of its columns; columns with a
-    number are aligned to the right. Text is escaped unless it is `Source`."""
-    numeric = (any(re.match(r"[+\-]?\d", str(row[column])) for row in rows) for column in rows[0])
+    """Make a Markdown table of at least one row, each by the names of its columns, without those of only "–"; columns
+    with a number are aligned to the right. Text is escaped unless it is `Source`."""
+    columns = [column for column in rows[0] if any(row[column] != "–" for row in rows)]
+    numeric = (any(re.fullmatch(r"[+\-×]?\d[^/]*", str(row[column])) for row in rows) for column in columns)
     sides = ["right" if one else "left" for one in numeric]
-    entries = [[escape(value) for value in row.values()] for row in rows]
-    headers = [escape(column) for column in rows[0]]
+    entries = [[escape(row[column]) for column in columns] for row in rows]
+    headers = list(map(escape, columns))
     return Source(tabulate(entries, headers, tablefmt="pipe", disable_numparse=True, colalign=sides))
 
 
@@ -46,6 +47,11 @@ def render(template: Path, **values: Any) -> str:
     )
     text = environment.from_string(template.read_text()).render(values, table=markdown_table)
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
+
+
+def narrow(text: str) -> str:
+    """Take the padding out of the tables of Markdown, which doubles their size."""
+    return re.sub(r"(?m)^\|.*\|$", lambda row: re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", row[0])), text)
 
 
 def to_html(title: str, text: str, folder: Path) -> str:

@@ -1,12 +1,10 @@
-"""The pictures of a group of runs: which figures its settings give, under which names, and what their captions say."""
+"""The pictures of a group of runs: which figures its settings give, and under which names and titles."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,99 +12,58 @@ from runs.files import read_arrays
 
 from .. import figures
 from ..config import ARMS, Setting
-from ..paper import PAPER
+from ..paper import COURSES, PAPER
 from .runs import Group
+from .tables import broken
 from .verdicts import estimate
-
-COMPARISON = (
-    "After the last epoch, a dot for each seed, those of a seed joined. Dash: mean; dashed across: that of the "
-    "explicit network. Bar: this mean plus the 95 % interval of the difference paired by seed; an arm differs from "
-    "the explicit network, taken by itself, where its bar does not reach the dashed line; bars end at 0 and 100 %. "
-    "×: the paper's value. "
-    "Dotted: the simplex ETF (0), orthogonal class means (the least that features after a ReLU can have, not "
-    "centred), and minority means of 0 beside a simplex of the majority."
-)
-COURSE = (
-    "Test accuracy (dashed: majority, dotted: minority), and NC1 (logarithmic), centred NC2 and NC3 of the training "
-    "images, against epoch. With more than one seed a line is their mean, and the band their range. The paper's Fig. "
-    "3b is (5,5), Fig. 4 (3,7) and Fig. 5 (7,3), all at R = 100."
-)
-FEATURES = (
-    "Features of the first training images of every class, seed {seed}. Above: t-SNE (perplexity "
-    f"{figures.PERPLEXITY}, or a third of the images if they are few; PCA start; ▲ majority, ▼ minority). Below: Gram "
-    "matrix H Hᵀ of the features, each scaled to length 1 (cosines), sorted by class; lines part majority and minority."
-)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a report: the name of its file without ending, title, caption and figure."""
+    """A picture of a report: the name of its file without ending, its title and the figure."""
 
     name: str
     title: str
-    caption: str
     figure: Figure
 
 
 def pictures(group: Group) -> Iterator[Picture]:
-    """Draw what shows the result, the arms side by side in every setting with seeds of several; then the course, and
-    single features."""
-    several = [setting for setting in group.settings if sum(len(group.networks(setting, arm)) > 1 for arm in ARMS) > 1]
-    rows = {_heading(group, setting): list(_panels(group, setting)) for setting in several or group.settings}
-    yield Picture("comparison", "Arms side by side", COMPARISON, figures.comparison(rows))
-    yield Picture("courses", "Course of training (the paper's Figs. 3b, 4 and 5)", COURSE, _course(group))
+    """Draw the arms' differences from the explicit network, the courses of training, and single features."""
+    rows = {label: list(_panels(group, name)) for name, label in figures.PAIRED.items()}
+    if any(rows.values()):
+        yield Picture("pairs", "Accuracy and NC2, paired by seed", figures.paired_figure(rows))
+    title = (
+        "Courses of training" if group.drawn else "Figs. 3a, 3b, 4 and 5: courses of training, as far as they were run"
+    )
+    yield Picture("courses", title, _course(group))
     for setting in group.settings:
         yield from _features(group, setting)
 
 
-def _panels(group: Group, setting: Setting) -> Iterator[figures.Panel]:
-    """Make the panels of a setting: accuracy of all classes and, if there are any, minority classes; NC2 and NC3."""
-    arms = [arm for arm in ARMS if group.networks(setting, arm)]
-    paper = {} if group.drawn else PAPER.get(setting, {})
-
-    def values(name: str) -> dict[str, dict[int, float]]:
-        found = {arm: {seed: one.quantity(name) for seed, one in group.networks(setting, arm).items()} for arm in arms}
-        return {arm: {seed: one for seed, one in seeds.items() if one is not None} for arm, seeds in found.items()}
-
-    def panel(label: str, names: tuple[str, ...], references: dict[str, float]) -> figures.Panel:
-        series, intervals, printed = [values(name) for name in names], {}, {}
-        for arm in arms:
-            apart = group.differences(setting, arm, "explicit", names[0])
-            if arm != "explicit" and len(apart) > 1:
-                control = fmean(series[0]["explicit"].values())
-                low, high = estimate([list(apart.values())]).interval
-                intervals[arm] = (control + low, control + high)
-            entry = getattr(paper.get("deq" if arm.startswith("deq") else arm), names[0], None)
-            if entry:
-                printed[arm] = entry.mean
-        return figures.Panel(label, series, intervals, printed, references)
-
-    for name in ("overall", "minority") if setting.majority else ("overall",):
-        yield panel(f"{name} accuracy (%)", (name,), {})
-    classes, lines = setting.classes, {"simplex ETF": 0.0}
-    lines["orthogonal"] = to_simplex(classes, classes - 1)
-    if setting.majority:
-        lines["minority collapse"] = to_simplex(classes - 1, setting.majority_classes - 1)
-    yield panel("NC2 centred (hollow: not centred)", ("nc2_centered", "nc2"), lines)
-    yield panel("NC3 centred (hollow: not centred)", ("nc3_centered", "nc3"), {"self-dual": 0.0})
-
-
-def to_simplex(larger: int, smaller: int) -> float:
-    """Return NC2 where the Gram matrix of the class means and the simplex's are multiples of projections of these
-    ranks, one within the other: K and K - 1 of orthogonal means, K - 1 and K_A - 1 of minority means of 0."""
-    return math.sqrt(2 - 2 * math.sqrt(smaller / larger))
-
-
-def _heading(group: Group, setting: Setting) -> str:
-    return f"{setting}; {group.experiment.preset} preset"
+def _panels(group: Group, quantity: str) -> Iterator[figures.Panel]:
+    """Make the panels of a quantity: the settings in which an arm and the explicit network share two seeds."""
+    for setting in group.settings:
+        found = {arm: group.differences(setting, arm, "explicit", quantity) for arm in ARMS if arm != "explicit"}
+        if found := {arm: seeds for arm, seeds in found.items() if len(seeds) > 1}:
+            entry = {} if group.drawn else PAPER.get(setting, {})
+            before, after = (getattr(entry.get(model), quantity, None) for model in ("explicit", "deq"))
+            networks = {(arm, seed): one for arm in found for seed, one in group.networks(setting, arm).items()}
+            yield figures.Panel(
+                title=setting.imbalance,
+                differences=found,
+                intervals={arm: estimate([list(seeds.values())]).interval for arm, seeds in found.items()},
+                printed=after.mean - before.mean if before and after else None,
+                ringed=[key for key, one in networks.items() if broken(one)],
+            )
 
 
 def _course(group: Group) -> Figure:
-    rows = {}
+    rows, courses = {}, COURSES if group.experiment.dataset == "cifar10" else {}
     for setting in group.settings:
+        number, known = courses.get((setting.majority, setting.ratio), ("No course in the paper", ""))
         networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
         curves = {arm: [network.curves for network in found] for arm, found in networks.items() if found}
-        rows[_heading(group, setting)] = curves
+        rows[f"{number}: {setting}" + (f" (in the paper {known})" if known else "")] = curves
     return figures.study_figure(rows)
 
 
@@ -117,13 +74,14 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
         for seed, run in group.runs.get((setting, arm), {}).items():
             if (path := run.path / "features.npz").exists():
                 left.setdefault(seed, {})[arm] = path
-    if not left:
-        return
-    seed, classes = min(left), group.experiment.classes
-    name, title = f"{setting.slug}-features", f"Features, {setting.imbalance}, as in figure 2 of the paper"
-    features = {arm: read_features(path) for arm, path in left[seed].items()}
-    figure = figures.features_figure(features, classes, setting.majority_classes, _heading(group, setting))
-    yield Picture(name, title, FEATURES.format(seed=seed), figure)
+    if left:
+        features = {arm: read_features(path) for arm, path in left[min(left)].items()}
+        heading = f"{setting}; {group.experiment.preset} preset"
+        figure = figures.features_figure(features, group.experiment.classes, setting.majority_classes, heading)
+        title = (
+            f"{'Fig. 2' if setting.slug == 'k3-r10' else 'As Fig. 2'}: features, {setting.imbalance}, seed {min(left)}"
+        )
+        yield Picture(f"{setting.slug}-features", title, figure)
 
 
 def read_features(path: Path) -> tuple[np.ndarray, np.ndarray]:

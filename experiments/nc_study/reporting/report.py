@@ -1,83 +1,135 @@
-"""The report on a set of runs: the paper's tables and figures beside ours, and the verdicts of the protocol."""
+"""The report on a set of runs: what was found, the paper's tables and figures with ours, other recipes, provenance."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from runs.files import prepare_out, write_atomically
 
 from ..figures import png
-from ..paper import RATIOS, TABLES
-from ..protocol import tuning
+from ..paper import PAPER, TABLES
+from ..protocol import CLAIMS, PRECISION_POINTS, PRIMARY, TRIAL_SETTING, counts, tuning
 from ..record import AVERAGED
 from . import tables
-from .document import TEMPLATES, render, to_html
-from .geometry import geometry_rows
+from .document import TEMPLATES, Source, narrow, render, to_html
 from .pictures import pictures
-from .runs import Collection, Group, collect
+from .runs import Collection, Group, Run, collect, gpu_less_cpu
+from .verdicts import ALPHA, OPEN, conclusions, precision_check, progress, shown, verdicts
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
+DEQ = "deq-implicit"
+SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 
 
 def show(runs: list[Path], out: Path) -> int:
-    """Write the report on the runs under some folders into `out`, and print the verdicts; 0."""
+    """Write the report on the runs under some folders into `out`, and print what was found; 0."""
     found = collect(runs)
     page = write(found, out)
     for entry in found.rejected:
         print(f"{entry.state}: {entry.folder} ({entry.reason})")
-    print(*tables.findings(found.groups), sep="\n", end="\n\n")
-    for group in found.groups:
-        lines = (f"  {row['']} {row['verdict']:22} {row['claim']}" for row in tables.verdict_rows(group))
-        print(f"{group.name}, {len(group.finished)} finished runs", *lines, sep="\n", end="\n\n")
+    print(*findings(found.groups), sep="\n", end="\n\n")
+    print(*(f"{group.name}, finished runs: {len(group.finished)}" for group in found.groups), sep="\n", end="\n\n")
     print(f"report:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
     return 0
 
 
 def write(found: Collection, out: Path) -> Path:
-    """Write report.md, report.html, provenance.md and figures/ into `out`; return the page's path. StudyError where
-    nothing can be written."""
+    """Write report, appendix and provenance, each as Markdown and as a page, and figures/ into `out`; return the
+    report's page. StudyError if nothing can be written."""
     prepare_out(out / "figures")
-    explained: set[str] = set()
-    groups = found.groups
-    runs = {run.path: run for group in groups for run in group.finished}
-    text = render(
-        TEMPLATES / "report.md",
-        title=TITLE,
-        findings=tables.findings(found.groups),
-        groups=[
-            {
-                "group": group,
-                "verdicts": tables.verdict_rows(group),
-                "chosen": tables.chosen_rows(tuning()) if group.first_recipe else [],
-                "differences": tables.difference_rows(group),
-                "controls": tables.control_rows(group) if group.recipe_b or group.first_recipe else [],
-                "results": tables.result_rows(group),
-                "collapse": tables.collapse_rows(group),
-                "geometry": geometry_rows(group),
-                "papers": {name: tables.paper_rows(group, name) for name in TABLES if number == 1 and not group.drawn},
-                "broken": tables.broken(group, group.settings),
-                "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-", explained)),
-            }
-            for number, group in enumerate(groups, 1)
-        ],
-        rejected=[vars(entry) for entry in found.rejected],
-        ratios=RATIOS,
-        averaged=AVERAGED,
-    )
-    rows = list(map(tables.provenance, runs.values()))
-    write_atomically(out / "provenance.md", render(TEMPLATES / "provenance.md", runs=rows).encode())
-    write_atomically(out / "report.md", text.encode())
-    write_atomically(out / "report.html", to_html(TITLE, text, out).encode())
+    parts = [_part(group, out, f"other{number}-" if number else "") for number, group in enumerate(found.groups)]
+    values = facts(found.groups) | {
+        "findings": findings(found.groups),
+        "main": parts[0] if parts else None,
+        "others": parts[1:],
+        "rejected": [vars(entry) for entry in found.rejected],
+        "chosen": list(tables.chosen_rows(tuning())) if any(group.first_recipe for group in found.groups) else [],
+        "runs": tables.provenance_rows(found.groups),
+    }
+    for name in ("report", "appendix", "provenance"):
+        text = narrow(render(TEMPLATES / f"{name}.md", source=Source, title=TITLE, averaged=AVERAGED, **values))
+        write_atomically(out / f"{name}.md", text.encode())
+        write_atomically(out / f"{name}.html", to_html(TITLE, text.replace(".md)", ".html)"), out).encode())
     return out / "report.html"
 
 
-def _draw(group: Group, out: Path, prefix: str, explained: set[str]) -> Iterator[dict[str, str]]:
-    """Write a group's figures under names that begin with the prefix; what the template shows of each, with those
-    captions that are not explained yet."""
-    for picture in pictures(group):
-        path = f"figures/{prefix}{picture.name}.png"
-        write_atomically(out / path, png(picture.figure))
-        caption = "As above." if picture.caption in explained else picture.caption
-        explained.add(picture.caption)
-        yield {"title": picture.title, "caption": caption, "path": path}
+def findings(groups: Sequence[Group]) -> list[str]:
+    """Say what was found, in a few paragraphs of Markdown."""
+    text = render(TEMPLATES / "findings.md", **facts(groups))
+    return [" ".join(part.split()).removeprefix("- ") for part in text.split("\n- ")]
+
+
+def facts(groups: Sequence[Group]) -> dict[str, Any]:
+    """Compute what the sentences of the report say."""
+    main = next((group for group in groups if group.recipe_b), None)
+    first = next((group for group in groups if group.first_recipe), None)
+    judged, checked = verdicts(main, CLAIMS), precision_check(groups)
+    solves = solved([run for run in main.finished if counts(run.result.settings)] if main else [], DEQ)
+    devices = [one for _, one in gpu_less_cpu(groups)]
+    entries = [PAPER[block.setting] for block in PRIMARY]
+    return {
+        "progress": progress(main),
+        "judged": judged,
+        "claims": {one.claim.name: one for one in judged},
+        "unadjusted": [one for one in judged if one.verdict == OPEN and one.found and one.found.p_different <= ALPHA],
+        "levels": (ALPHA, ALPHA / len(CLAIMS)),
+        "conclusions": conclusions({one.claim.name: one.verdict for one in judged}) if judged else [],
+        "obstacle": _obstacle(solves, checked),
+        "by_setting": tables.difference_rows(main, [(DEQ, "explicit")]) if main else [],
+        "gain": fmean(one["deq"].overall.mean - one["explicit"].overall.mean for one in entries),
+        "tuned": list(tables.same_values_rows(first, groups)) if first else [],
+        "not_run": [one for one in PAPER if not (main and all(main.networks(one, arm) for arm in ("explicit", DEQ)))],
+        "widest": max((group.experiment.width for group in groups), default=0),
+        "rates": {group.experiment.lr for group in groups for _, arm in group.runs if arm == DEQ},
+        "checked": checked,
+        "points": PRECISION_POINTS,
+        "devices": {"count": len(devices), "shown": shown("overall", [devices]), "all": [*map(abs, devices)]},
+        "solved": {"main": solves, "jfb": solved(first.finished if first else [], "deq-jfb")},
+        "printed": PAPER[TRIAL_SETTING]["explicit"].overall.mean,
+    }
+
+
+def solved(runs: Sequence[Run], arm: str) -> float | None:
+    """Return the share of an arm's samples that reach the tolerance in the last epoch, on average over its runs."""
+    networks = [run.result.network for run in runs if run.result.arm == arm]
+    return fmean(one.curves["converged"][-1] or 0 for one in networks) if networks else None
+
+
+def _obstacle(share: float | None, checked: dict[str, float]) -> str:
+    """Say why the protocol draws no conclusion, if it does not."""
+    if share is not None and share < SOLVED:
+        return f"the DEQ is not at a fixed point: {100 * share:.1f} % of the samples reach the tolerance"
+    if not checked:
+        return "the check of the precision is not there"
+    return "the check of the precision failed" if abs(checked["bf16"] - checked["fp32"]) > PRECISION_POINTS else ""
+
+
+def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
+    """Make the tables of a group, and its figures under names that begin with the prefix."""
+    pairs = [(arm, "explicit") for arm in tables.NAMES]
+    controls = [(DEQ, "once"), (DEQ, "explicit-norm")]
+    differences = tables.difference_rows(group, [*pairs, *controls, ("deq-jfb", DEQ)])
+    figures = {}
+    for picture in pictures(group) if differences or not prefix else ():
+        figures[picture.name] = {"title": picture.title, "path": f"figures/{prefix}{picture.name}.png"}
+        write_atomically(out / figures[picture.name]["path"], png(picture.figure))
+    broken = list(tables.broken_rows(group))
+    return {
+        "group": group,
+        "verdicts": list(tables.verdict_rows(group, verdicts(group, CLAIMS) if group.recipe_b else [])),
+        "differences": differences,
+        "deq": tables.difference_rows(group, [pair for pair in pairs if "deq" in pair[0]]),
+        "controls": tables.difference_rows(group, controls),
+        "arms": tables.arm_rows(group, tables.ALL),
+        "short": tables.arm_rows(group, ("overall", "minority", "training", *tables.SHORT[2:])),
+        "further": [{"recipe": group.recipe, **row} for row in tables.arm_rows(group, tables.FURTHER)],
+        "solves": [row for row in tables.arm_rows(group, tables.SOLVES) if row["converged"] != tables.NOTHING],
+        "geometry": list(tables.geometry_rows(group)),
+        "papers": {} if group.drawn else {name: list(tables.paper_rows(group, name)) for name in TABLES},
+        "broken": broken,
+        "training": sorted(run.result.network.curves["train_accuracy"][-1] or 0 for run in group.finished),
+        "figures": figures,
+    }

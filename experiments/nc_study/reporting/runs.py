@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +15,6 @@ from .. import paper, protocol
 from ..config import Experiment, Setting
 from ..record import NetworkResult, RunResult
 from ..rundir import RunDirectory
-
-FIRST_RECIPE = "first recipe, tuned arm by arm, confounded at R = 100"
 
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
 NOT_OF_THE_EXPERIMENT = frozenset(
@@ -61,19 +59,22 @@ class Group:
         return self.tuned and self.experiment.precision == "bf16"
 
     @property
-    def name(self) -> str:
-        """The part of the protocol, the preset, the data, the solver, and every option in which it departs from the
-        preset."""
+    def recipe(self) -> str:
+        """Rate / decay / gain, every other option that is not the preset's, and the device."""
         one = self.experiment
-        parts = [f"{one.preset} preset on {one.dataset}", one.solver, *(["GPU"] if one.device == "cuda" else [])]
-        hidden = {*NOT_OF_THE_EXPERIMENT, "solver", *(protocol.TUNED if self.tuned else ())}
-        apart = ((name, value) for name, value in one.departures.items() if name not in hidden)
-        named = ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
-        if self.first_recipe:
-            return f"{FIRST_RECIPE}: {named}"
-        if self.tuned:
-            return f"check of the precision, {named}, fp32"
-        return f"recipe B: {named}" if self.recipe_b else named
+        values = "tuned arm by arm" if self.tuned else f"{one.lr:g} / {one.weight_decay:g} / {one.scale:g}"
+        hidden = {*NOT_OF_THE_EXPERIMENT, *protocol.TUNED, "solver"}
+        apart = [(flag_of(name)[2:], value) for name, value in one.departures.items() if name not in hidden]
+        options = [
+            str(value) if name == "precision" else name if value is True else f"{name} {value}" for name, value in apart
+        ]
+        return ", ".join([values, *options, {"cuda": "GPU", "cpu": "CPU"}[one.device]])
+
+    @property
+    def name(self) -> str:
+        """The preset, the data, the solver and the recipe."""
+        one = self.experiment
+        return f"{one.preset} preset on {one.dataset}, {one.solver}, {self.recipe}"
 
     @property
     def drawn(self) -> bool:
@@ -104,18 +105,23 @@ class Group:
         return {seed: seeds[seed].result.network for seed in sorted(seeds)}
 
     def differences(self, setting: Setting, arm: str, control: str, quantity: str) -> dict[int, float]:
-        """Return the arm's quantity less the control's, of NC1 the logarithm of their ratio, under each seed that has
-        both, where it is defined."""
-        found, before, after = {}, self.networks(setting, control), self.networks(setting, arm)
-        for seed in before.keys() & after.keys():
-            old, new = before[seed].quantity(quantity), after[seed].quantity(quantity)
-            if old is None or new is None:
-                continue
-            if quantity != "nc1":
-                found[seed] = new - old
-            elif old > 0 and new > 0:
-                found[seed] = math.log(new / old)
-        return found
+        """Return `apart` of the arm and its control in a setting."""
+        return apart(self.networks(setting, arm), self.networks(setting, control), quantity)
+
+
+def apart(after: Mapping[int, NetworkResult], before: Mapping[int, NetworkResult], quantity: str) -> dict[int, float]:
+    """Return a quantity of the first less the second, of NC1 the logarithm of their ratio, under each seed that has
+    both, if it is defined."""
+    found = {}
+    for seed in before.keys() & after.keys():
+        old, new = before[seed].quantity(quantity), after[seed].quantity(quantity)
+        if old is None or new is None:
+            continue
+        if quantity != "nc1":
+            found[seed] = new - old
+        elif old > 0 and new > 0:
+            found[seed] = math.log(new / old)
+    return found
 
 
 def identity(run: Run, tuned: bool) -> tuple[Any, ...]:
@@ -128,14 +134,15 @@ def identity(run: Run, tuned: bool) -> tuple[Any, ...]:
 
 def gpu_less_cpu(groups: Sequence[Group]) -> list[tuple[str, float]]:
     """Return arm, and overall accuracy on a GPU less the one on a CPU in points, of each experiment that both ran."""
-    found: dict[tuple[Any, ...], dict[str, float]] = {}
-    arms: dict[tuple[Any, ...], str] = {}
+    found: dict[tuple[Any, ...], dict[str, NetworkResult]] = {}
     for run in (run for group in groups for run in group.finished):
         one = run.result.settings
         same = tuple(item for item in asdict(one).items() if item[0] not in ("device", "kernel", "compile"))
-        arms[same] = one.arm
-        found.setdefault(same, {})[one.device] = run.result.network.quantity("overall") or math.nan
-    return [(arms[same], pair["cuda"] - pair["cpu"]) for same, pair in found.items() if len(pair) == 2]
+        found.setdefault((one.arm, same), {})[one.device] = run.result.network
+    pairs = (
+        (arm, apart({0: one["cuda"]}, {0: one["cpu"]}, "overall")) for (arm, _), one in found.items() if len(one) == 2
+    )
+    return [(arm, difference[0]) for arm, difference in pairs if difference]
 
 
 @dataclass(frozen=True)
@@ -160,14 +167,21 @@ def collect(roots: Sequence[Path]) -> Collection:
                 rejected.append(Rejected(path, "unfinished", f"{len(folder.epochs)} of {begun.epochs} epochs"))
         except StudyError as error:
             rejected.append(Rejected(path, "unreadable", str(error)))
-    groups, duplicates = _group(finished)
-    return Collection(groups, sorted(rejected + duplicates, key=lambda entry: entry.folder))
-
-
-def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
-    """Sort runs by experiment; of two of a setting, arm and seed the one finished last counts."""
     groups: dict[tuple[Any, ...], Group] = {}
-    duplicates: list[Rejected] = []
+    rejected += _sort(finished, groups)
+    # The protocol's first, then real data, then what is nearest to the paper's experiment or has most runs.
+    ordered = sorted(
+        groups.values(),
+        key=lambda one: (
+            *(not one.recipe_b, not one.first_recipe, one.drawn),
+            *(len(one.not_the_papers), -len(one.finished), one.name),
+        ),
+    )
+    return Collection(ordered, sorted(rejected, key=lambda entry: entry.folder))
+
+
+def _sort(runs: list[Run], groups: dict[tuple[Any, ...], Group]) -> Iterator[Rejected]:
+    """Put runs into their groups; of two of a setting, arm and seed the one finished last counts."""
     chosen: dict[str, dict[str, float]] = {}
     with suppress(StudyError):  # before the trials nothing is chosen
         chosen = protocol.tuned()
@@ -178,18 +192,4 @@ def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
         counted = seeds.setdefault(result.settings.seed, run)
         if counted is not run:
             where = f"{result.arm} of {result.setting}, seed {result.settings.seed}"
-            reason = f"{where}: {counted.path} counts in its place"
-            duplicates.append(Rejected(run.path, "duplicate", reason))
-    # The protocol's first, then real data, then what is nearest to the paper's experiment or has most runs.
-    ordered = sorted(
-        groups.values(),
-        key=lambda one: (
-            not one.recipe_b,
-            not one.first_recipe,
-            one.drawn,
-            len(one.not_the_papers),
-            -len(one.finished),
-            one.name,
-        ),
-    )
-    return ordered, duplicates
+            yield Rejected(run.path, "duplicate", f"{where}: {counted.path} counts in its place")

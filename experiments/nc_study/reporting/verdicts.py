@@ -14,7 +14,9 @@ from .runs import Group
 
 SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "inconclusive"
 EQUAL = "equal within the band"
+NOTHING = "–"
 ALPHA = 0.05
+POWER = 0.8
 BANDS = {"overall": 1.0, "nc2_centered": 0.02}
 """Differences that are too small to matter: points of accuracy, NC2."""
 
@@ -43,6 +45,11 @@ class Estimate:
         above, below = self._statistic(-band), -self._statistic(band)
         return float(stats.t.sf(min(above, below), self.freedom))
 
+    def detectable(self, alpha: float) -> float:
+        """The least difference from 0 that a two-sided test at `alpha` finds with a power of 80 %, about."""
+        quantiles = stats.t.ppf([1 - alpha / 2, POWER], self.freedom)
+        return float(sum(quantiles)) * self.error
+
     def _statistic(self, value: float) -> float:
         apart = self.mean - value
         return apart / self.error if self.error else math.copysign(math.inf, apart) if apart else 0.0
@@ -57,6 +64,17 @@ def estimate(settings: Sequence[Sequence[float]]) -> Estimate:
     freedom = total**2 / shares if shares else sum(len(one) - 1 for one in settings)
     mean = statistics.fmean(map(statistics.fmean, settings))
     return Estimate(mean, math.sqrt(total) / len(settings), freedom)
+
+
+def shown(quantity: str, settings: Sequence[Sequence[float]]) -> str:
+    """Show the mean over settings of mean differences, of NC1 as a ratio, with its 95 % interval if each has two."""
+    if not settings or not all(settings):
+        return NOTHING
+    interval = estimate(settings).interval if all(len(one) > 1 for one in settings) else ()
+    form = "×{:.2f}" if quantity == "nc1" else "{:+.3f}" if quantity.startswith("nc") else "{:+.2f}"
+    values = (statistics.fmean(map(statistics.fmean, settings)), *interval)
+    first, *ends = [form.format(math.exp(one) if quantity == "nc1" else one) for one in values]
+    return f"{first} [{', '.join(ends)}]" if ends else first
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -74,17 +92,6 @@ def judge(expected: str, found: Estimate, p_different: float, p_equal: float) ->
     if p_different > ALPHA:
         return OPEN
     return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
-
-
-def seeds_of_all_arms(group: Group, block: Block) -> set[int]:
-    """The seeds of a block that all of its arms have finished."""
-    return set(block.seeds).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
-
-
-def ready(group: Group) -> dict[Block, int]:
-    """The primary settings in which all arms share two seeds or more, enough for an estimate, and how many."""
-    shared = {block: seeds_of_all_arms(group, block) for block in PRIMARY}
-    return {block: len(seeds) for block, seeds in shared.items() if len(seeds) > 1}
 
 
 def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[list[float]]:
@@ -119,31 +126,35 @@ def precision_check(groups: Sequence[Group]) -> dict[str, float]:
     return found
 
 
-def verdicts(group: Group, claims: Sequence[Claim]) -> list[tuple[str, Estimate | None]]:
-    """The verdict on each claim and the estimate behind it. None is given before every primary run has a result: until
-    then estimates are of the settings that are ready. A claim whose quantity is not defined in some seed rests on the
-    others, if each setting keeps two."""
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a claim, the estimate that it rests on, its adjusted p-value of no difference, and it as text."""
+
+    claim: Claim
+    verdict: str
+    found: Estimate | None
+    p: float
+    shown: str
+
+
+def verdicts(group: Group | None, claims: Sequence[Claim]) -> list[Judgement]:
+    """The verdict on each claim; none before every primary run has a result. A claim whose quantity is not defined in
+    some seed rests on the others, and is open if a setting keeps fewer than two."""
     done, needed = progress(group)
-    blocks = PRIMARY if done == needed else tuple(ready(group))
-    measured = [differences(group, claim, blocks) for claim in claims]
-    estimates = [estimate(kept) if (kept := [one for one in found if len(one) > 1]) else None for found in measured]
-    if done < needed:
-        return [(f"not yet: {done} of {needed} runs", found) for found in estimates]
-    bands = [BANDS[claim.quantity] for claim in claims]
-    whole = [
-        one if all(len(seeds) > 1 for seeds in found) else None for one, found in zip(estimates, measured, strict=True)
+    if group is None or done < needed:
+        return []
+    measured = [differences(group, claim, PRIMARY) for claim in claims]
+    found = [estimate(one) if all(len(seeds) > 1 for seeds in one) else None for one in measured]
+    different = holm([one.p_different if one else 1.0 for one in found])
+    equal = holm([one.p_equal(BANDS[claim.quantity]) if one else 1.0 for claim, one in zip(claims, found, strict=True)])
+    return [
+        Judgement(claim, judge(claim.expected, one, *p) if one else OPEN, one, p[0], shown(claim.quantity, values))
+        for claim, values, one, *p in zip(claims, measured, found, different, equal, strict=True)
     ]
-    different = holm([one.p_different if one else 1.0 for one in whole])
-    equal = holm([one.p_equal(band) if one else 1.0 for one, band in zip(whole, bands, strict=True)])
-    rows = zip(claims, whole, different, equal, strict=True)
-    judged = [judge(claim.expected, one, *rest) if one else OPEN for claim, one, *rest in rows]
-    return list(zip(judged, estimates, strict=True))
 
 
 def conclusions(found: Mapping[str, str]) -> list[str]:
-    """The protocol's two conclusions, from the verdict on each claim by its name; none before there are verdicts."""
-    if not set(found.values()) <= {SUPPORTED, CONTRADICTED, EQUAL, OPEN}:
-        return []
+    """The protocol's two conclusions, from the verdict on each claim by its name."""
     held = {name for name, verdict in found.items() if verdict == SUPPORTED}
     than = "than the explicit network, the cell evaluated once and the explicit block with its normalisation"
     better = f"That the DEQ with the implicit gradient classifies long-tailed images better {than} is not shown."

@@ -1,0 +1,245 @@
+"""The conventions of four papers on closed forms, NC1 of each class, and a classifier with a bias."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from collapse_samples import EXACT_RTOL, ROUNDING, class_means, imbalanced, make_samples, simplex_vertices
+from torch import nn
+
+from deqfast import NeuralCollapse, neural_collapse
+from deqfast.metrics.checks import CENTRES
+from deqfast.metrics.conventions import VectorSpread
+
+every_convention = pytest.mark.parametrize("convention", CENTRES)
+DOUBLE = {"dtype": torch.float64}
+
+
+def assert_fields(result, expected):
+    for name, value in expected.items():
+        assert getattr(result, name) == pytest.approx(value, rel=EXACT_RTOL, abs=ROUNDING, nan_ok=True), name
+
+
+@every_convention
+@pytest.mark.parametrize("classes", [2, 5])
+def test_the_simplex_is_collapsed(convention, classes):
+    """Moved off-centre and with the bias that makes up for it, in all conventions except the one that does not centre means."""
+    vertices, labels = simplex_vertices(classes, 7), torch.arange(4 * classes) % classes
+    offset = torch.zeros(7, **DOUBLE) if convention == "sun" else torch.linspace(-1, 2, 7, **DOUBLE)
+    weight = 3 * vertices
+    result = neural_collapse(
+        (vertices + offset)[labels], labels, weight, classifier_bias=-weight @ offset, convention=convention
+    )
+    agree = {"papyan": 0, "zhu": 0}.get(convention, 1)
+    assert_fields(result, {"nc1": 0, "nc2": 0, "nc3": 0, "nc3_centered": 0, "nc4": agree, "rank": classes - 1})
+    assert result.convention == convention
+    if convention == "papyan":
+        assert max(*result.nc2_means, *result.nc2_classifier) < ROUNDING
+    else:
+        assert result.nc2_means is result.nc2_classifier is None
+
+
+@every_convention
+def test_the_orthogonal_frame(convention):
+    """H = W = I: M = I - 11^T / K, and W M^T is the simplex; W c + b is 0 only with the bias of -1/K."""
+    classes = 5
+    labels = torch.arange(15) % classes
+    frame, bias = torch.eye(classes, **DOUBLE), torch.full((classes,), -1 / classes, **DOUBLE)
+    apart = math.sqrt(2 - 2 * math.sqrt(1 - 1 / classes))  # of ^I and ^(I - 11^T / K), whatever is squared
+    nc2 = {"sun": apart, "papyan": 0, "zhu": apart, "kothapalli": 0}
+    nc3 = {"sun": 0, "papyan": apart**2, "zhu": 0, "kothapalli": 0}
+    nc4 = {"sun": (1, 1), "papyan": (0, 0), "zhu": (1 / math.sqrt(classes), 0), "kothapalli": (1, 1)}
+    for given, value in zip((None, bias), nc4[convention], strict=True):
+        result = neural_collapse(frame[labels], labels, frame, classifier_bias=given, convention=convention)
+        assert_fields(result, {"nc2": nc2[convention], "nc3": nc3[convention], "nc4": value})
+    if convention == "papyan":
+        # Rows of W, which are not centred, have cosines of 0; those of M are a simplex.
+        assert result.nc2_classifier == pytest.approx((0, 0, 1 / (classes - 1)), abs=ROUNDING)
+        assert max(result.nc2_means) < ROUNDING
+
+
+@every_convention
+def test_a_collapsed_minority(convention):
+    """Means and rows a, b, b: those centred are (2, -1, -1) (a - b) / 3."""
+    rows, labels = torch.tensor([[5.0, 1], [2, 1], [2, 1]], **DOUBLE), torch.arange(12) % 3
+    result = neural_collapse(rows[labels], labels, rows, convention=convention)
+    of_one_line = math.sqrt(2 - math.sqrt(2))  # of v v^T, v centred, and the simplex: <^v v^T, S> = 1 / sqrt(2)
+    # H H^T = (26, 11, 11; 11, 5, 5; 11, 5, 5) has the squared norm 1260 and <H H^T, I - 11^T / 3> = 36 - 90 / 3.
+    not_centred = math.sqrt(2 - 2 * 6 / math.sqrt(1260) / math.sqrt(2))
+    nc2 = {"sun": not_centred, "papyan": 5 / 6, "zhu": not_centred, "kothapalli": of_one_line}
+    assert_fields(result, {"rank": 1, "nc2": nc2[convention]})
+    if convention == "papyan":  # lengths 2/3, 1/3, 1/3; cosines -1, -1, 1
+        assert result.nc2_means == pytest.approx(VectorSpread(math.sqrt(3) / 4, math.sqrt(8) / 3, 5 / 6))
+    if convention in ("zhu", "kothapalli"):  # W M^T = (10, -5, -5; 4, -2, -2; 4, -2, -2)
+        assert_fields(result, {"nc3": math.sqrt(2 - 2 * 6 / math.sqrt(198) / math.sqrt(2))})
+
+
+# Two classes of 3 and 1 samples, means (0, 3) and (4, 3); centre (2, 3) of the means, (1, 3) of the samples.
+TWO = torch.tensor([[1.0, 3], [-1, 3], [0, 3], [4, 3]], **DOUBLE), torch.tensor([0, 0, 0, 1])
+OF_TWO = torch.tensor([[-1.0, 0], [1, 1]], **DOUBLE), torch.tensor([0.0, -4], **DOUBLE)
+BY_HAND = {
+    # H H^T = (9, 9; 9, 25), <W, H> = 7, |W|^2 = 3, |H|^2 = 34. The classifier chooses 1 if x > 1/2, wrongly for x = 1.
+    "sun": (1 / 16, math.sqrt(2 - 16 / math.sqrt(868)), math.sqrt(2 - 14 / math.sqrt(102)), 3 / 4),
+    # M = (-1, 0; 3, 0) has the cosine -1, and <W, M> = 4.
+    "papyan": (1 / 20, 0, 2 - 8 / math.sqrt(30), 1 / 4),
+    # W W^T = (1, -1; -1, 2), W M^T = (1, -3; -1, 3), W c + b = (-1, 0).
+    "zhu": (1 / 20, math.sqrt(2 - 5 / math.sqrt(7)), math.sqrt(2 - 8 / math.sqrt(20)), 1),
+    # M = (-2, 0; 2, 0): its Gram matrix and W M^T are the simplex.
+    "kothapalli": (1 / 16, 0, 0, 3 / 4),
+}
+
+
+@every_convention
+@pytest.mark.parametrize("kernel", ["cpp", "torch"], indirect=True)
+def test_two_classes_by_hand(convention, kernel):
+    weight, bias = OF_TWO
+    result = neural_collapse(*TWO, weight, kernel=kernel, classifier_bias=bias, convention=convention, per_class=True)
+    assert_fields(result, dict(zip(("nc1", "nc2", "nc3", "nc4"), BY_HAND[convention], strict=True)))
+    within = {"class-means": 1 / 12, "samples": 1 / 15}[CENTRES[convention]]  # 2/3 over 4 or 5, and over K
+    assert result.nc1_per_class == pytest.approx((within, 0), rel=EXACT_RTOL)
+    if convention == "papyan":  # lengths 1 and 3; of W 1 and sqrt(2), with the cosine -1 / sqrt(2)
+        assert result.nc2_means == pytest.approx((math.sqrt(2) / 2, 0, 0), abs=ROUNDING)
+        root = math.sqrt(2)
+        assert result.nc2_classifier == pytest.approx((root * (root - 1) ** 2, 0, 1 - 1 / root), abs=ROUNDING)
+    if convention == "sun":  # without its bias the classifier always chooses 1
+        assert neural_collapse(*TWO, weight, kernel=kernel).nc4 == 1 / 4
+
+
+def test_only_nc2_to_nc4_and_the_centre_depend_on_the_convention():
+    features, labels, weight = make_samples(500, 20, 6, **DOUBLE)
+    features, labels = imbalanced(features, labels)
+    for convention, center in CENTRES.items():
+        expected = neural_collapse(features, labels, weight, center=center)._asdict()
+        found = neural_collapse(features, labels, weight, convention=convention)._asdict()
+        same = expected.keys() - {"nc2", "nc3", "nc4", "convention", "nc2_means", "nc2_classifier"}
+        assert {name: found[name] for name in same} == {name: expected[name] for name in same}
+        moved = neural_collapse(features, labels, weight, center="class-means", convention=convention)
+        assert moved.nc1 == neural_collapse(features, labels, weight).nc1
+
+
+def awkward():
+    """Imbalanced classes, the fourth without samples, a row that is not finite, and a classifier with a bias."""
+    features, labels, weight = make_samples(400, 20, 6, offset=1.0, **DOUBLE)
+    features, labels = imbalanced(features, labels)
+    features[7, 3] = math.nan
+    weight = torch.cat([weight[:3], weight[:1] + 1, weight[3:]])  # the row of no samples would win most decisions
+    return features, labels + (labels > 2), weight, torch.linspace(-1, 1, 7, **DOUBLE)
+
+
+@every_convention
+@pytest.mark.parametrize("streaming", [False, True], ids=["list", "streaming"])
+def test_streams_and_merged_metrics_equal_the_function(convention, streaming):
+    features, labels, weight, bias = awkward()
+    expected = neural_collapse(
+        features, labels, weight, geometry=True, classifier_bias=bias, convention=convention, per_class=not streaming
+    )
+    assert all(math.isfinite(value) for value in expected[:9])
+    options = {"classifier_bias": bias, "convention": convention, "geometry": True, "per_class": not streaming}
+    metric, other = (NeuralCollapse(7, weight, streaming=streaming, **options) for _ in range(2))
+    for start in range(0, len(labels), 37):
+        (metric if start < 90 else other).update(features[start : start + 37], labels[start : start + 37])
+    metric.merge_state(other)
+    result = metric.compute()
+    names = ("nc1", "rank", "nc2", "nc3", "nc3_centered", "num_classes", "excluded", "nc2_means", "nc2_classifier")
+    for name in names:
+        value = getattr(expected, name)
+        assert getattr(result, name) == (None if value is None else pytest.approx(value, rel=EXACT_RTOL)), name
+    assert result.geometry.logits == pytest.approx(expected.geometry.logits, rel=EXACT_RTOL)
+    if streaming and convention != "zhu":
+        assert result.nc4 is None
+    else:
+        assert result.nc4 == pytest.approx(expected.nc4, rel=EXACT_RTOL)
+    if not streaming:
+        assert result.nc1_per_class == pytest.approx(expected.nc1_per_class, rel=EXACT_RTOL, nan_ok=True)
+
+
+@every_convention
+@pytest.mark.parametrize("streaming", [False, True], ids=["list", "streaming"])
+def test_what_is_not_defined_is_nan(convention, streaming):
+    """A single class, means that coincide, and no finite row; None is what was not asked for."""
+    rows, labels, weight = torch.randn(6, 3, **DOUBLE), torch.arange(6) % 2, torch.randn(2, 3, **DOUBLE)
+    cases = {
+        "single": (rows, torch.zeros_like(labels)),
+        "coinciding": (torch.ones_like(rows), labels),
+        "lost": (torch.full_like(rows, math.nan), labels),
+    }
+    of_means = {"papyan": ("nc2", "nc3"), "zhu": ("nc3",), "kothapalli": ("nc2", "nc3"), "sun": ()}[convention]
+    for name, (features, classes) in cases.items():
+        for given in (weight, None):
+            metric = NeuralCollapse(
+                2, given, streaming=streaming, num_features=3, convention=convention, per_class=not streaming
+            )
+            metric.update(features, classes)
+            result = metric.compute()
+            undefined = {"nc1", *of_means} | ({"nc2"} if name != "coinciding" else set())
+            undefined |= {"nc2"} if given is None and convention == "zhu" else set()
+            undefined |= {"nc3", "nc4"} if name == "lost" else set()
+            for field in undefined:
+                value = getattr(result, field)
+                without = given is None and field != "nc1" and field != "nc2"
+                without |= field == "nc4" and streaming and convention != "zhu"
+                assert value is None if without else math.isnan(value), (name, field)
+            assert streaming or all(map(math.isnan, result.nc1_per_class)) and len(result.nc1_per_class) == 2
+            if convention == "papyan":
+                assert all(map(math.isnan, result.nc2_means))
+                assert (result.nc2_classifier is None) == (given is None)
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "torch"], indirect=True)
+@pytest.mark.parametrize("center", ["class-means", "samples"])
+def test_nc1_of_each_class_agrees_with_its_definition(center, kernel):
+    features, labels, weight, bias = awkward()
+    result = neural_collapse(
+        features, labels, weight, center=center, kernel=kernel, classifier_bias=bias, per_class=True
+    )
+    plain = neural_collapse(features, labels, weight, center=center, kernel=kernel, classifier_bias=bias)
+    assert result._replace(nc1_per_class=None) == plain
+    kept = features.isfinite().all(1)
+    features, labels = features[kept], labels[kept]
+    means = class_means(features, labels)
+    centred = means - (means.mean(0) if center == "class-means" else features.mean(0))
+    inverse = torch.linalg.pinv(centred.T @ centred / 6, hermitian=True, rtol=1e-12)
+    expected, sizes = [math.nan] * 7, torch.bincount(labels, minlength=7)
+    for label in labels.unique().tolist():
+        inside = features[labels == label]
+        deviations = inside - inside.mean(0)
+        expected[label] = torch.trace(deviations.T @ deviations @ inverse).item() / len(inside) / 6
+    assert result.nc1_per_class == pytest.approx(expected, rel=EXACT_RTOL, nan_ok=True)
+    mean = sum(int(n) * one for n, one in zip(sizes, result.nc1_per_class, strict=True) if n) / len(labels)
+    assert mean == pytest.approx(result.nc1, rel=EXACT_RTOL)
+
+
+def test_nc1_of_equal_classes_is_their_mean():
+    features, labels, _ = make_samples(600, 20, 6, **DOUBLE)
+    result = neural_collapse(features, labels, per_class=True)
+    assert sum(result.nc1_per_class) / 6 == pytest.approx(result.nc1, rel=EXACT_RTOL)
+
+
+def test_a_bias_is_a_feature_of_one():
+    """In NC4; NC3 ignores it. A bias common to all classes changes nothing."""
+    features, labels, weight, bias = awkward()
+    found = neural_collapse(features, labels, weight, classifier_bias=10 * bias)
+    wide = torch.cat([features, torch.ones(len(features), 1, **DOUBLE)], 1)
+    appended = neural_collapse(wide, labels, torch.cat([weight, 10 * bias[:, None]], 1))
+    without = neural_collapse(features, labels, weight)
+    assert found.nc4 == appended.nc4 != without.nc4 and found.nc3 == without.nc3
+    assert neural_collapse(features, labels, weight, classifier_bias=torch.full_like(bias, 2.0)) == without
+    bias[1] = math.nan
+    assert math.isnan(neural_collapse(features, labels, weight, classifier_bias=bias).nc4)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["list", "streaming"])
+def test_the_bias_of_a_module_is_read_when_computing(streaming):
+    features, labels, _ = make_samples(300, 20, 6)
+    linear = nn.Linear(20, 6)
+    metric = NeuralCollapse(6, linear, streaming=streaming, classifier_bias=linear, convention="zhu")
+    metric.update(features, labels)
+    nn.init.ones_(linear.bias)
+    expected = neural_collapse(features, labels, linear.weight, classifier_bias=linear.bias, convention="zhu").nc4
+    assert metric.compute().nc4 == pytest.approx(expected, rel=EXACT_RTOL)
+    assert not list(metric.parameters()) and metric.clone().compute().nc4 == metric.compute().nc4
+    metric.classifier_bias = None
+    expected = neural_collapse(features, labels, linear.weight, convention="zhu").nc4
+    assert metric.compute().nc4 == pytest.approx(expected, rel=EXACT_RTOL)

@@ -1,0 +1,79 @@
+"""Plain English in pages, docstrings, comments and errors: no banned phrase, no sentence of more than 30 words."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLACES = ["README.md", "docs", "setup.py", "deqfast", "kernels", "csrc", "benchmarks", "experiments", "tests"]
+# Beginnings of paths whose texts are not yet rewritten.
+LATER: tuple[str, ...] = ("README.md", "docs/pages/", "deqfast/metrics/", "experiments/nc_study/reporting/")
+LATER += ("experiments/nc_study/rundir.py", "experiments/nc_study/scheduler.py", "experiments/models/runs.py")
+LATER += ("experiments/separation_study/frame.py",)
+MOST = 30  # words of a sentence in pages and docstrings
+BANNED = [
+    r"alone(?!:)|anew|batch mates?|beside|but for|comes? of it|for want of|goes? on|going on|hangs? on|held against",
+    r"holds? good|in turns|is said (by|of)|none the less|once more|says? so|so many|so much as|speaks? of|told|upon",
+    r"of torchdeq's(?! \w)|that of|(?<!left\s)(?<!leaves\s)(?<!lags\s)behind|none where|without an answer|whilst",
+    r"(?<!there\s)(is|are) no(?! (longer|more|less)\b)|where (it|they) (is|are) no|where there (is|are)|what came of",
+    r"ask(s|ed)? of|(answers?|asks?) whether|stands? (in|at|on|next|with)|tells? (of|that|where)",
+]
+RULE = re.compile(rf"\b({'|'.join(BANNED)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+NO_PROSE = r"```.*?```|\]\([^)]*\)|``.*?``|`.*?`|\$\$.*?\$\$|\$.*?\$|\\\[.*?\\\]|\\\(.*?\\\)|\"[^\"]*\"|https?:\S+"
+NO_PARAGRAPH = r"<!-- (?:numbers|findings).*?<!-- end of \w+ -->|<!--.*?-->|^=+ .*^=+ .*?$|^ *\w+ += .*?$"
+NO_PARAGRAPH += r"|^ *(?:\||>>>|\.\.\. |:|!!!|\?\?\?|---|python |pytest |PYTHONPATH).*?$"
+Text = tuple[int, str, bool]  # first line, text, whether the length of its sentences is limited
+
+
+def masked(pattern: str, text: str) -> str:
+    """Text with each match replaced by "x", and its line breaks kept."""
+    return re.sub(pattern, lambda found: "x" + "\n" * found[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+
+
+def paragraphs(text: str, line: int = 1) -> Iterator[Text]:
+    """Paragraphs, headings, items of lists and descriptions of arguments; no code, tables or generated blocks."""
+    for part in re.split(r"\n(?=\s*\n|\s*(?:[-*+]|\d+\.|#+|[*\w, ]+:) )", masked(NO_PROSE, masked(NO_PARAGRAPH, text))):
+        yield line, part, True
+        line += part.count("\n") + 1
+
+
+def of_python(text: str) -> Iterator[Text]:
+    """Docstrings, texts of errors, and comments."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise):
+            constants = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            yield from ((part.lineno, part.value, False) for part in constants if isinstance(part.value, str))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield from paragraphs(node.value.value, node.lineno)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    yield from ((one.start[0], masked(NO_PROSE, one.string), False) for one in tokens if one.type == tokenize.COMMENT)
+
+
+def of_cpp(text: str) -> Iterator[Text]:
+    yield from ((n, masked(NO_PROSE, line.partition("//")[2]), False) for n, line in enumerate(text.split("\n"), 1))
+
+
+def faults(path: Path) -> Iterator[str]:
+    for line, text, limited in {".md": paragraphs, ".py": of_python}.get(path.suffix, of_cpp)(path.read_text()):
+        for found in RULE.finditer(text):
+            yield f"{path.relative_to(ROOT)}:{line + text.count(chr(10), 0, found.start())}: {found[0]!r}"
+        for sentence in re.split(r"(?<!et al)(?<!e\.g)(?<!i\.e)[.!?][\"')*]*\s+", text.rstrip()) if limited else ():
+            if (many := len(re.findall(r"[A-Za-z][\w'’-]+|\ba\b", sentence))) > MOST:
+                at = line + text.count("\n", 0, text.index(sentence.lstrip()))
+                yield f"{path.relative_to(ROOT)}:{at}: {many} words: {' '.join(sentence.split())}"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_plain_english(place):
+    kinds = {".md"} if place in ("README.md", "docs") else {".py", ".h", ".cuh", ".cpp", ".cu"}
+    paths = [ROOT / place] if "." in place else sorted((ROOT / place).rglob("*"))
+    read = [path for path in paths if path.suffix in kinds and "results" not in path.parts]
+    found = [fault for path in read if not str(path.relative_to(ROOT)).startswith(LATER) for fault in faults(path)]
+    assert read and not found, "\n".join(found)

@@ -1,0 +1,57 @@
+"""Every script answers --help, with examples if it takes options, and writes nothing then."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = [ROOT / name for name in ("benchmarks", "docs", "experiments", "tests")]
+MAIN = re.compile(r"^if __name__ == .__main__.:", re.MULTILINE)
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for path in folder.rglob("*.py")
+    if MAIN.search(path.read_text())
+)
+
+
+def state_of(folders: list[Path]) -> dict[Path, tuple[int, int]]:
+    """Time and size of every file in these folders, except compiled modules."""
+    paths = (path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths if path.is_file()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_examples_and_writes_nothing(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str((ROOT / script).parent), *sys.path])
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    before, pipe = state_of([*FOLDERS, tmp_path]), signal.getsignal(signal.SIGPIPE)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    signal.signal(signal.SIGPIPE, pipe)
+    text = capsys.readouterr().out
+    assert stop.value.code in (0, None) and text.startswith("usage: ")
+    assert " STR" not in text, "say DIR, FILE, WORD or A,B"
+    named = Path(script).stem if "harness" in script else Path(script).name
+    assert re.search(rf"^ +\S.*\b{re.escape(named)}", text.partition("\n\n")[2], re.MULTILINE), "an example"
+    assert state_of([*FOLDERS, tmp_path]) == before
+
+
+@pytest.mark.parametrize("script", [".ci/run", "benchmarks/gpu.sh"])
+def test_help_of_shell_scripts(script, tmp_path):
+    """In a copy, which would miss everything else that the script does."""
+    copy = tmp_path / script
+    copy.parent.mkdir()
+    shutil.copy(ROOT / script, copy)
+    done = subprocess.run(["bash", copy, "--help"], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ") and script.rpartition("/")[2] in done.stdout
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [copy]
