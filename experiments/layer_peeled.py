@@ -7,48 +7,31 @@ Theorems 3.1 and 4.1, Proposition 4.2 and the bounds (22) and (33). Results repl
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nc_study.arguments import Parser
-from nc_study.cli import told
-from nc_study.config import SettingsError, StudyError, add_options
-from nc_study.record import to_json
-from nc_study.rundir import prepare_out, write_atomically
 from peeled.problem import Part
 from peeled.report import markdown
 from peeled.study import PeeledSettings, run
+from runs.files import prepare_out, read_record, to_json, write_atomically
+from runs.options import parsed
+from runs.script import told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
     Ctrl-C."""
     examples = ("layer_peeled.py --e-w 1 --e-h 0.5 --seeds 0", "layer_peeled.py --report --out runs/layer_peeled")
-    parser = Parser(__doc__, examples)
-    add_options(parser, PeeledSettings)
-    try:
-        settings = PeeledSettings(**vars(parser.parse_args(argv)))
-    except SettingsError as error:
-        parser.error(str(error))
+    settings = parsed(PeeledSettings, __doc__, examples, argv)
     return told("layer_peeled.py", lambda: study(settings, Path(settings.out)), "nothing was written")
-
-
-def read_json(path: Path) -> Part:
-    """Read the result of an earlier run; StudyError if it cannot be read."""
-    try:
-        result: Part = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StudyError(f"--report: {path} cannot be read ({error})") from error
-    return result
 
 
 def study(settings: PeeledSettings, out: Path) -> int:
     """Solve, or with --report read earlier solutions; write the results, print them and return 0."""
     prepare_out(out)
     if settings.report:
-        result = read_json(out / "layer_peeled.json")
+        result: Part = read_record(out / "layer_peeled.json", dict, "run it without --report")
     else:
         result = run(settings)
         write_atomically(out / "layer_peeled.json", to_json(result))

@@ -30,8 +30,8 @@ def main() -> int:
         reason = f"{absent[0]}: no such folder" if absent else f"no runs under {', '.join(map(str, asked.runs))}"
         print(f"report.py: error: {reason}", file=sys.stderr)
         return 1
-    from nc_study.cli import told  # late: there may be nothing to report, and these imports take seconds
-    from nc_study.reporting.report import show
+    from nc_study.reporting.report import show  # late: there may be nothing to report, and these take seconds
+    from runs.script import told
 
     return told("report.py", lambda: show(asked.runs, asked.out or asked.runs[0] / "report"), "the report is not whole")
 

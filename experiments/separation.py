@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nc_study.arguments import Parser
-from nc_study.cli import told
-from nc_study.config import Checked, SettingsError, add_options, option
-from nc_study.rundir import prepare_out
+from runs.files import prepare_out
+from runs.options import Checked, option, parsed
+from runs.processes import run_all, tell_failed
+from runs.script import how_to_go_on, told
 from separation_study import audio, report, saliency
 from separation_study.diagonal import DIAGONAL
-from separation_study.frame import of_records, run
+from separation_study.frame import jobs_of, of_records
 from separation_study.gotu import GOTU
 from separation_study.heatmap import HEATMAP
 from separation_study.sawtooth import SAWTOOTH
@@ -56,20 +56,15 @@ class Options(Checked):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the experiments; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
+    """Run the experiments; the exit status is 0, 1 for an error (a line each), 2 for bad arguments, 130 after
     Ctrl-C."""
     examples = ("separation.py --experiment gotu --jobs 1", "separation.py --preset full --out runs/separation")
-    parser = Parser(__doc__, examples)
-    add_options(parser, Options)
-    try:
-        options = Options(**vars(parser.parse_args(argv)))
-    except SettingsError as error:
-        parser.error(str(error))
-    return told("separation.py", lambda: study(options), "what is finished is saved, the same command goes on with it")
+    options = parsed(Options, __doc__, examples, argv)
+    return told("separation.py", lambda: study(options), how_to_go_on())
 
 
 def study(options: Options) -> int:
-    """Measure missing units, write the report and return 0."""
+    """Measure what is missing and write the report; 0, or 1 if a unit could not be measured."""
     folder = Path(options.out) / options.preset
     prepare_out(folder)
     experiments = dict(EXPERIMENTS)
@@ -83,10 +78,14 @@ def study(options: Options) -> int:
     if options.runs is not None:
         experiments["saliency"] = saliency.of_runs(Path(options.runs), Path(options.data_root))
     chosen = experiments.values() if options.experiment == "all" else [experiments[options.experiment]]
-    run(chosen, options.preset, folder, options.jobs)
-    # Of all experiments, so that they can be run one by one; the options give the recordings and runs.
+    jobs = [job for experiment in chosen for job in jobs_of(folder, experiment, options.preset)]
+    for job in jobs:
+        if job.finished:
+            job.outcome()  # an error now rather than after all the others
+    failed = run_all(jobs, options.jobs)
+    # On all experiments, so that they can be run one by one; which recordings and runs there are, the options say.
     print(f"report: {report.write(experiments.values(), options.preset, folder)}")
-    return 0
+    return tell_failed("separation.py", failed)
 
 
 if __name__ == "__main__":

@@ -17,28 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from nc_study import distributed, protocol
-from nc_study.arguments import Parser
-from nc_study.cli import told
-from nc_study.config import (
-    ARMS,
-    CLASSES,
-    IMBALANCE,
-    Checked,
-    Settings,
-    SettingsError,
-    StudyError,
-    add_options,
-    arm_options,
-    flag_of,
-    option,
-)
+from nc_study import protocol
+from nc_study.config import ARMS, CLASSES, IMBALANCE, Settings, arm_options, shown_presets
 from nc_study.data import find_source
 from nc_study.models import choose_kernel
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
-from nc_study.rundir import prepare_out, write_atomically
-from nc_study.scheduler import Task, hours_left, plan, run_all
+from nc_study.scheduler import Task, hours_left, plan
 from nc_study.training import DIVERGED
+from runs.arguments import Parser
+from runs.files import prepare_out, write_atomically
+from runs.options import Checked, SettingsError, StudyError, add_options, flag_of, option
+from runs.processes import run_all, tell_failed
+from runs.script import how_to_go_on, launched, told
 
 from deqfast._checks import did_you_mean
 
@@ -82,9 +72,9 @@ class StudyOptions(Checked):
             raise SettingsError(f"--arms {self.arms}: {first} is none of {', '.join(ARMS)}{did_you_mean(first, ARMS)}")
         if (self.table is not None or self.figure is not None) + self.protocol + self.tune != 1:
             raise SettingsError("which runs? one of --tune, --protocol, and --table or --figure (all: the paper's)")
-        if self.spread and not distributed.launched():
+        if self.spread and not launched():
             raise SettingsError("--spread: only under torchrun with two or more processes, over which runs are spread")
-        if distributed.launched() and not self.spread:
+        if launched() and not self.spread:
             raise SettingsError("under torchrun study.py takes --spread; without it --processes N gives each run N")
 
 
@@ -92,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
     Ctrl-C or SIGTERM."""
     options, tasks = parse(argv)
-    saved = f"finished epochs are saved, this goes on with them:\n  {distributed.command_line()}"
-    return told("study.py", lambda: run_study(options, tasks), saved)
+    return told("study.py", lambda: run_study(options, tasks), how_to_go_on())
 
 
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
@@ -108,13 +97,14 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
         f"{__doc__}\nThe groups from study to machine are options of cifar_lt.py, for every run.", examples, usage
     )
     add_options(parser, StudyOptions)
-    add_options(parser, Settings, (*IMBALANCE, "seed", "dataset", "resume", "model", "adjoint"))
+    without = (*IMBALANCE, "seed", "dataset", "resume", "model", "adjoint")
+    add_options(parser, Settings, without, shown_presets())
     given = vars(parser.parse_args(argv))
     try:
         options = StudyOptions(
             **{spec.name: given.pop(spec.name) for spec in fields(StudyOptions) if spec.name in given}
         )
-        tasks = plan(wanted(options, given), given)
+        tasks = plan(wanted(options, given), given, options.processes)
     except StudyError as error:
         parser.error(str(error))
     kernel, obstacle = choose_kernel(given.get("kernel", "auto"), tasks[0].settings.device)
@@ -140,7 +130,7 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
     found = []
     for task in tasks:
         diverged = DIVERGED in failed.get(task, "")
-        if task.run.finished or diverged:
+        if task.finished or diverged:
             values = {name: getattr(task.settings, name) for name in protocol.TUNED}
             overall = None if diverged else task.run.result.network.quantity("overall")
             found.append(protocol.Trial(task.settings.arm, **values, overall=overall))
@@ -172,19 +162,18 @@ def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     out = Path(settings.out)
     prepare_out(out)
     possible = [task for task in tasks if task not in conflicts]
-    for name in {task.settings.dataset for task in possible if not task.run.finished}:
-        find_source(name, Path(settings.data_root))  # download each data set once, and report a failure now
+    for name in {task.settings.dataset for task in possible if not task.finished}:
+        find_source(name, Path(settings.data_root))  # at once, and downloaded once
     first_slot = int(os.environ.get("LOCAL_RANK", 0)) * options.jobs
-    failed = run_all(possible, options.jobs, options.processes, first_slot) | conflicts
-    for task, reason in failed.items():
-        print(f"study.py: {task} failed: {reason}", file=sys.stderr)
+    failed = run_all(possible, options.jobs, first_slot) | conflicts
+    status = tell_failed("study.py", failed)
     if options.tune:
         conclude_tuning(tasks, failed)
-    elif not (options.no_report or options.spread) and any(task.run.finished for task in tasks):
+    elif not (options.no_report or options.spread) and any(task.finished for task in tasks):
         from nc_study.reporting import report  # late: it draws figures, and the runs need none
 
         print(f"report: {report.write(report.collect([out]), out / 'report')}")
-    return 1 if failed else 0
+    return status
 
 
 if __name__ == "__main__":

@@ -4,29 +4,32 @@ residual, subhomogeneous: cells of 16 x 16 states on a strided convolution. subh
 connected cells on 4 x 4 means of it. All of these have about 5,000 parameters.
 explicit, explicit-connected: the subhomogeneous cells with W = 0, so that f(z, x) does not depend on z.
 Broyden solves the residual cell, in at most --max-iter evaluations; plain iteration solves the others.
-The recipe and the data are those of images.py.
+Recipe and data are those of the model images.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from images import Found, Images, conv, draw, load, norm
-from images import train as train_as_images
-from runs import Outcome, Run, main, option
+from runs.options import option
 from torch import Tensor, nn
 
 import deqfast
+
+from . import images
+from .frame import Example, Outcome, Run
+from .images import Found, Images, conv, norm
 
 ARMS = ("residual", "subhomogeneous", "explicit", "monotone", "subhomogeneous-connected", "explicit-connected")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cells(Images):
-    """Options of cells.py; --scales and --penalty have no effect."""
+    """Options of the model; --scales and --penalty do nothing."""
+
+    all_arms = ARMS
 
     features: int = option("model", "width of the fully connected cells", 16, minimum=1)
     degree: float = option("model", "degree of the subhomogeneous cells", 0.9, above=0.0)
@@ -67,10 +70,8 @@ class Classifier(nn.Module):
 
 
 def train(run: Run) -> Outcome:
-    """Train an arm as images.py does."""
-    return train_as_images(run, Classifier)
+    """Train an arm as in images."""
+    return images.train(run, Classifier)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main(__doc__, Cells, ARMS, train, draw, check=load))
+EXAMPLE = Example(Cells, train, images.draw, images.load)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -26,12 +25,14 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from runs import Options, Outcome, Record, Run, StudyError, main, option
+from runs.options import StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 from torch.nn.utils import parametrize
 
 import deqfast
+
+from .frame import Example, Options, Outcome, Record, Run, descend
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute", "perceptron")
 LENGTHS, CLASSES, NOISE = (10, 20, 40, 60, 80, 100), 4, 0.01
@@ -41,7 +42,9 @@ GRAPHS = ("cora", "citeseer", "cornell", "texas", "wisconsin")
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs(Options):
-    """Options of graphs.py."""
+    """Options of the model."""
+
+    all_arms = ARMS
 
     data: str = option("data", "chains, or one of the graphs in --data-root", "chains", choices=("chains", *GRAPHS))
     width: int = option("model", "features of a node", 16, minimum=1)
@@ -208,19 +211,17 @@ def train(run: Run) -> Outcome:
     for step in run.steps(options.steps, model=model, best=best, optimizer=optimizer):
         logits, solution = model.train()(problem)
         loss = cross_entropy(logits[problem.masks["train"]], problem.labels[problem.masks["train"]])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(loss, optimizer)
         row: dict[str, float] = {"step": step, "loss": loss.item()}
         if solution is not None and model.block.backward_solution is not None:
             row |= {"evaluations": solution.evaluations, "backward": model.block.backward_solution.evaluations}
         if step % 5 == 4 or step == options.steps - 1:
             with torch.no_grad():
                 row["valid"] = right(model.eval()(problem)[0], problem, "valid").mean().item()
-            if row["valid"] >= max(before.get("valid", 0.0) for before in [row, *run.log]):
+            if row["valid"] >= max(before.get("valid", 0.0) for before in [row, *run.rows]):
                 best.load_state_dict(model.state_dict())
-        run.log.append(row)
-    return Outcome(best, problem.name.split(",")[0], *measured(best.eval(), problem, run.log))
+        run.rows.append(row)
+    return Outcome(best, problem.name.split(",")[0], *measured(best.eval(), problem, run.rows))
 
 
 def right(logits: Tensor, problem: Problem, split: str) -> Tensor:
@@ -271,5 +272,4 @@ def draw(records: Sequence[Record]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    sys.exit(main(__doc__, Graphs, ARMS, train, draw, check=load))
+EXAMPLE = Example(Graphs, train, draw, load)

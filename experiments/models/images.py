@@ -10,7 +10,6 @@ Sources: Bai, Koltun, Kolter, NeurIPS 2020 and ICML 2021.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,14 +21,19 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from runs import Options, Outcome, Record, Run, StudyError, count_parameters, draw_shapes, main, option
+from nc_study.data import PAD, crop_and_flip
+from nc_study.models import count_parameters
+from nc_study.shapes import draw_shapes
+from runs.options import StudyError, option
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate, pad
+from torch.nn.functional import cross_entropy, interpolate
 from torchvision.datasets import CIFAR10
 
 import deqfast
 
-ARMS = ("deq", "deq-regularised", "explicit-parameters", "explicit-compute")
+from .frame import Example, Options, Outcome, Record, Run, descend
+
+ARMS: tuple[str, ...] = ("deq", "deq-regularised", "explicit-parameters", "explicit-compute")
 STEPS_OF_TWIN = 6
 GAIN = 2.0  # of injections and blocks at the start: first solves take 9 evaluations; with 1, more than 40
 SHAPES = {"train": 10_000, "test": 2_000}
@@ -37,7 +41,9 @@ SHAPES = {"train": 10_000, "test": 2_000}
 
 @dataclass(frozen=True, kw_only=True)
 class Images(Options):
-    """Options of images.py."""
+    """Options of the model."""
+
+    all_arms = ARMS
 
     width: int = option("model", "channels of the finest resolution; each coarser one has twice as many", 16, minimum=4)
     scales: int = option("model", "resolutions, from 16 x 16 on", 2, minimum=1, maximum=3)
@@ -192,12 +198,9 @@ def load(options: Images) -> tuple[str, dict[str, tuple[Tensor, Tensor]]]:
 
 
 def augment(images: Tensor) -> Tensor:
-    """Shift by up to four pixels and mirror, independently for each image."""
-    rows, columns = torch.randint(9, (2, len(images), 1, 1, 1))
-    there = torch.arange(32)
-    index = torch.arange(len(images))[:, None, None, None], torch.arange(3)[:, None, None]
-    moved = pad(images, (4, 4, 4, 4))[(*index, rows + there[:, None], columns + there)]
-    return torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, moved.flip(3), moved)
+    """Shift by up to four pixels and mirror, an image by itself."""
+    offsets = torch.randint(2 * PAD + 1, (2, len(images))).T
+    return crop_and_flip(images, offsets, torch.rand(len(images)) < 0.5)
 
 
 def train(run: Run, build: Callable[[str, Any], nn.Module] = Classifier) -> Outcome:
@@ -213,8 +216,8 @@ def train(run: Run, build: Callable[[str, Any], nn.Module] = Classifier) -> Outc
     for step in run.steps(total, model=model, optimizer=optimizer):
         began, done, part = time.monotonic(), step % epoch_steps, step / total
         if not done:
-            run.log.append({"step": step, "minutes": run.log[-1]["minutes"] if run.log else 0.0})
-        row = run.log[-1]  # row of the epoch; in the log from its first step on, because the checkpoint keeps the log
+            run.rows.append({"step": step, "minutes": run.rows[-1]["minutes"] if run.rows else 0.0})
+        row = run.rows[-1]  # of the epoch; in the log from its first step on, which the checkpoint keeps
         optimizer.param_groups[0]["lr"] = options.lr * min(1, part / 0.2) * (0.5 + 0.5 * math.cos(math.pi * part))
         batch = torch.randint(len(images), (options.batch,))
         logits, solution, z, x = model(augment(images[batch]))
@@ -224,18 +227,15 @@ def train(run: Run, build: Callable[[str, Any], nn.Module] = Classifier) -> Outc
             row["evaluations, training"] = before + (used - before) / (done + 1)
             if run.arm == "deq-regularised":
                 loss = loss + options.penalty * deqfast.regularize.jacobian_penalty(deq.cell, z, x)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        descend(loss, optimizer, clip=1.0)
         row["minutes"] += (time.monotonic() - began) / 60
         if done + 1 == epoch_steps:
             row["accuracy"] = evaluate(model.eval(), *data["valid"])["accuracy"]
             if solution is not None:
                 row["spectral radius"] = radius(deq, images)
             model.train()
-    last = {key: value for key, value in run.log[-1].items() if key in ("evaluations, training", "spectral radius")}
-    return Outcome(model, name, evaluate(model.eval(), *data["test"]) | last, {"log": run.log})
+    last = {key: value for key, value in run.rows[-1].items() if key in ("evaluations, training", "spectral radius")}
+    return Outcome(model, name, evaluate(model.eval(), *data["test"]) | last, {"log": run.rows})
 
 
 @torch.no_grad()
@@ -280,5 +280,4 @@ def draw(records: Sequence[Record]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    sys.exit(main(__doc__, Images, ARMS, train, draw, check=load))
+EXAMPLE = Example(Images, train, draw, load)

@@ -10,7 +10,6 @@ counts as three evaluations. Sources: Gilton, Ongie, Willett, IEEE TCI 2021; Ryu
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,12 +23,14 @@ import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
-from runs import Options, Outcome, Record, Run, StudyError, main, option
+from runs.options import StudyError, option
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import deqfast
+
+from .frame import Example, Options, Outcome, Record, Run, descend
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
 FOLDERS = {"train": "Train400", "restored": "Set12", "denoised": "BSD68"}
@@ -39,7 +40,9 @@ STEPS_OF_TWIN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Restoration(Options):
-    """Options of restoration.py."""
+    """Options of the model."""
+
+    all_arms = ARMS
 
     task: str = option("model", "what is undone", "deblur", choices=("deblur", "inpaint"))
     width: int = option("model", "channels of the denoiser", 32, minimum=1)
@@ -186,18 +189,15 @@ def train(run: Run) -> Outcome:
         clean = patches(data["train"], options)
         if restoring:
             output, solution = model(measure(options.task, clean))
-            run.log += [{"evaluations": float(solution.iterations.float().mean())}] if solution else []
+            run.rows += [{"evaluations": float(solution.iterations.float().mean())}] if solution else []
         else:
             output = model.step.denoiser(clean + DENOISED * torch.randn_like(clean))
         if step == options.pretraining - 1:
-            run.log.append({"step": step, "denoised": denoised(model.step.denoiser, data["denoised"])})
+            run.rows.append({"step": step, "denoised": denoised(model.step.denoiser, data["denoised"])})
         loss = mse_loss(output, clean)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
+        descend(loss, optimizer, clip=0.1)
     scores, shown = evaluate(model.eval(), data["restored"], options)
-    first, *solves = run.log
+    first, *solves = run.rows
     scores = {"PSNR": scores.pop("PSNR"), "denoising PSNR": first["denoised"], **scores}
     if solves:
         scores["evaluations, training"] = fmean(row["evaluations"] for row in solves)
@@ -291,5 +291,4 @@ def draw(records: Sequence[Record]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    sys.exit(main(__doc__, Restoration, ARMS, train, draw, check=load))
+EXAMPLE = Example(Restoration, train, draw, load)

@@ -16,7 +16,6 @@ explicit-compute: DEPTH blocks with separate weights, tested without solves. Los
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from runs import Options, Outcome, Run, SettingsError, main, option, write_atomically
-from sudoku_figure import animation, draw, film
-from sudoku_puzzles import BOXES, FEWEST, encode, generate, read_folder, tensors
+from runs.files import write_atomically
+from runs.options import SettingsError, option
 from torch import Tensor, nn
 
 import deqfast
+
+from .frame import Example, Options, Outcome, Run, descend
+from .sudoku_figure import animation, draw, film
+from .sudoku_puzzles import BOXES, FEWEST, encode, generate, read_folder, tensors
 
 USUAL = {4: 5, 6: 10, 9: 28}
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
@@ -44,7 +46,9 @@ State = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Sudoku(Options):
-    """Options of sudoku.py."""
+    """Options of the model."""
+
+    all_arms = ARMS
 
     size: str = option("data", "digits; boxes of 6 are 2 x 3", "6", choices=("4", "6", "9"))
     clues: int | None = option("data", f"clues of a generated puzzle; off: {USUAL} by size", None, minimum=1)
@@ -159,13 +163,10 @@ def train(run: Run) -> Outcome:
         shown = torch.where(torch.rand(options.batch_size, size, size) < more, digits[chosen], clues[chosen])
         states = model.states(encode(shown))
         loss = torch.stack([F.cross_entropy(y.flatten(0, 2), digits[chosen].flatten() - 1) for y, _ in states]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        descend(loss, optimizer, clip=1.0)
         schedule.step()
         if step % 10 == 0:
-            run.log.append({"step": step, "loss": loss.item()})
+            run.rows.append({"step": step, "loss": loss.item()})
     with torch.no_grad():
         return evaluate(model, run)
 
@@ -258,5 +259,4 @@ def check(options: Sudoku) -> None:
         read_folder(Path(options.data_root))
 
 
-if __name__ == "__main__":
-    sys.exit(main(__doc__, Sudoku, ARMS, train, draw, check=check))
+EXAMPLE = Example(Sudoku, train, draw, check)

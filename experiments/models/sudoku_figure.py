@@ -11,11 +11,12 @@ from matplotlib import font_manager
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
-from runs import Record
-from sudoku_puzzles import BOXES
 from torch import Tensor
 
 import deqfast
+
+from .frame import Record
+from .sudoku_puzzles import BOXES
 
 DARK, GREY, LINE, RIGHT, WRONG = (40, 44, 58), (233, 233, 236), (190, 194, 204), (64, 132, 214), (222, 62, 56)
 COLOURS = {"deq": "#D55E00", "explicit-parameters": "#0072B2", "explicit-compute": "#009E73"}

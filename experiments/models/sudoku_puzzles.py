@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from runs import StudyError
+from runs.options import StudyError
 from torch import Tensor
 from torch.nn.functional import one_hot
 

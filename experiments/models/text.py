@@ -24,11 +24,13 @@ import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from runs import Options, Outcome, Record, Run, SettingsError, StudyError, main, option
+from runs.options import SettingsError, StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import deqfast
+
+from .frame import Example, Options, Outcome, Record, Run, descend
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
 BLOCKS_OF_TWIN, WRITTEN = 3, 200
@@ -38,7 +40,9 @@ GAIN = 2.0  # of x relative to z, whose entries have size 1: the block is a cont
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Options):
-    """Options of text.py."""
+    """Options of the model."""
+
+    all_arms = ARMS
 
     width: int = option("model", "features of a character in the DEQ", 128, minimum=8)
     heads: int = option("model", "attention heads", 4, minimum=1)
@@ -172,16 +176,14 @@ def train(run: Run) -> Outcome:
         sequences = corpus.train[torch.randint(len(corpus.train) - options.context, (options.batch, 1)) + span]
         logits, solution = model.train()(sequences[:, :-1])
         loss = cross_entropy(logits.mT, sequences[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        run.log.append({"loss": loss.item()} | ({"evaluations": solution.evaluations} if solution else {}))
+        descend(loss, optimizer, clip=1.0)
+        run.rows.append({"loss": loss.item()} | ({"evaluations": solution.evaluations} if solution else {}))
         if (step + 1) % max(1, options.steps // 20) == 0 or step + 1 == options.steps:
-            run.log[-1]["validation"] = evaluate(model, corpus.validation[: 100 * options.context + 1], options)["loss"]
+            part = corpus.validation[: 100 * options.context + 1]
+            run.rows[-1]["validation"] = evaluate(model, part, options)["loss"]
     validation, test = (evaluate(model, part, options) for part in (corpus.validation, corpus.test))
     scores = {"loss, validation": validation.pop("loss"), "loss, test": test["loss"]} | validation
-    shown: dict[str, Any] = {name: [row.get(name) for row in run.log] for name in run.log[-1]}
+    shown: dict[str, Any] = {name: [row.get(name) for row in run.rows] for name in run.rows[-1]}
     if model.equilibrium is not None:
         scores |= {"evaluations, training": fmean(shown["evaluations"])}
         within, drawn = look_inside(model, corpus, options)
@@ -298,5 +300,4 @@ def draw_needed(axis: Axes, needed: dict[str, float]) -> None:
     axis.grid(axis="y", alpha=0.3)
 
 
-if __name__ == "__main__":
-    sys.exit(main(__doc__, Text, ARMS, train, draw, check=load))
+EXAMPLE = Example(Text, train, draw, load)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from runs.files import locked, prepare_out, write_arrays, write_atomically
+from runs.options import StudyError
+from runs.script import how_to_go_on, told
 
 from . import distributed
 from .analysis import last_block_radius, shown_features
-from .config import Settings, StudyError, parse
+from .config import Settings, parse
 from .data import Source, StudyData, find_source, load
 from .models import ResNet18, choose_kernel, count_parameters
 from .record import KernelChoice
 from .results import network_result, report, run_result
-from .rundir import RunDirectory, prepare_out, write_arrays, write_atomically
+from .rundir import RunDirectory
 from .training import train
 
 
@@ -29,33 +30,8 @@ def main(study: str, description: str | None, argv: Sequence[str] | None = None)
     """Run a study. The exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after Ctrl-C or
     SIGTERM."""
     settings = parse(study, description, argv)
-    again = distributed.command_line() + ("" if settings.resume else " --resume")
-    saved = f"finished epochs are saved, this goes on with them:\n  {again}"
-    return told(f"{study}.py", lambda: run_study(settings), saved)
-
-
-def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
-    """Do the work of a script and return its exit status. A StudyError becomes a line on stderr and 1. Ctrl-C becomes
-    130 and the line `when_interrupted`.
-
-    SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) act like Ctrl-C.
-    """
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, interrupt)
-    try:
-        return work()
-    except StudyError as error:
-        print(f"{script}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        if distributed.is_first():
-            print(f"\ninterrupted; {when_interrupted}", file=sys.stderr)
-        return 130
+    again = how_to_go_on("" if settings.resume else " --resume")
+    return told(f"{study}.py", lambda: run_study(settings), again)
 
 
 def run_study(asked: Settings) -> int:
@@ -76,7 +52,7 @@ def run_study(asked: Settings) -> int:
         runs = [RunDirectory(out / arm.run_name) for arm in arms]
         with ExitStack() as stack:
             for run, arm in zip(runs, arms, strict=True):
-                first(stack.enter_context, run.locked())
+                first(stack.enter_context, locked(run.path))
                 first(run.start, arm)
             for run, arm in zip(runs, arms, strict=True):
                 if not first(lambda run=run: run.finished):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import math
-import operator
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from runs.arguments import Parser
+from runs.options import Checked, SettingsError, add_options, option
+from runs.provenance import multiplies_bf16
 
-from .arguments import Parser, one_of
 from .shapes import DRAWING
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
@@ -34,21 +33,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         **{"lr": 0.1, "schedule": "cosine", "metrics_every": 5, "precision": "auto"},
     },
 }
-KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
-LIMITS = {
-    "minimum": (operator.ge, "at least"),
-    "maximum": (operator.le, "at most"),
-    "above": (operator.gt, "more than"),
-    "below": (operator.lt, "less than"),
-}
-
-
-class StudyError(Exception):
-    """Error that the user can correct: printed as one line, without a traceback."""
-
-
-class SettingsError(StudyError, ValueError):
-    """An option of a run with a value that makes no sense."""
 
 
 @dataclass(frozen=True)
@@ -94,23 +78,6 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.dataset}, {self.imbalance}"
-
-
-def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """Field that is also a command-line option.
-
-    `checks`: choices, minimum, maximum, above and below (exclusive). A str without choices needs a `metavar` too.
-    """
-    return field(default=default, metadata={"group": group, "help": text, **checks})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """Base of dataclasses of options: SettingsError for a value that makes no sense."""
-
-    def __post_init__(self) -> None:
-        for spec in fields(self):
-            check_field(spec, getattr(self, spec.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,27 +246,6 @@ def arm_options(arm: str) -> dict[str, str]:
     return {"model": "deq", "adjoint": adjoint} if adjoint else {"model": model}
 
 
-def check_field(spec: Field[Any], value: Any) -> None:
-    """Raise SettingsError if the field's `option` does not allow the value."""
-    checks, allowed = spec.metadata, ""
-    if value is None:
-        return
-    if value not in checks.get("choices", (value,)):
-        allowed = f"one of {', '.join(checks['choices'])}"
-    elif isinstance(value, float) and not math.isfinite(value):
-        allowed = "a finite number"
-    for name, (met, words) in LIMITS.items():
-        if not allowed and name in checks and not met(value, checks[name]):
-            allowed = f"{words} {checks[name]}"
-    if allowed:
-        raise SettingsError(f"{flag_of(spec.name)} {value}: {allowed}")
-
-
-def flag_of(name: str) -> str:
-    """Command-line option of a field."""
-    return "--" + name.replace("_", "-")
-
-
 def settings_from(study: str, **given: Any) -> Settings:
     """Complete settings: the given values, then the preset's, then the defaults. No device, preset or precision is
     `auto` any more."""
@@ -323,17 +269,15 @@ def settings_from(study: str, **given: Any) -> Settings:
     return Settings(**values)
 
 
-def multiplies_bf16() -> bool:
-    """Return whether the CPU has instructions for products of bfloat16. Without them bfloat16 is slower than
-    float32."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-
-
 def preset_values(preset: str, classes: int) -> dict[str, Any]:
     """Values that a preset fills in for a data set of 10 or 100 classes."""
     filled = PRESETS.get(preset, {})
     return {name: value[classes] if isinstance(value, dict) else value for name, value in filled.items()}
+
+
+def shown_presets() -> dict[str, dict[str, Any]]:
+    """Values of every preset for ten classes, which --help shows."""
+    return {preset: preset_values(preset, 10) for preset in PRESETS}
 
 
 def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
@@ -345,7 +289,8 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         f"{script} --preset quick --out runs/first --resume",
     )
     parser = Parser(description, examples)
-    add_options(parser, Settings, (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ())
+    without = (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ()
+    add_options(parser, Settings, without, shown_presets())
     given = vars(parser.parse_args(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
         parser.error(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
@@ -353,35 +298,3 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         return settings_from(study, **given)
     except SettingsError as error:
         parser.error(str(error))
-
-
-def add_options(parser: argparse.ArgumentParser, settings: type, without: Collection[str] = ()) -> None:
-    """Add the options of a dataclass of settings to the parser, except those in `without`. An option that is not given
-    is absent from the parser's result."""
-    groups: dict[str, Any] = {}
-    for spec in fields(settings):
-        if not spec.metadata or spec.name in without:
-            continue
-        name, kind = spec.metadata["group"], KINDS[spec.type.split()[0]]
-        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
-        if kind is bool:
-            taken: dict[str, Any] = {"action": "store_true"}
-        elif "choices" in spec.metadata:
-            taken = {"choices": spec.metadata["choices"], "type": one_of(spec.metadata["choices"])}
-        else:
-            metavar = spec.metadata["metavar"] if kind is str else kind.__name__.upper()
-            taken = {"type": kind, "metavar": metavar}
-        if spec.default is MISSING:
-            default = ", ".join(f"{preset}: {preset_values(preset, 10)[spec.name]}" for preset in PRESETS)
-        else:
-            default = f"default: {'off' if spec.default is None or spec.default is False else spec.default}"
-        text = f"{spec.metadata['help']} ({default})".replace("%", "%%")
-        group.add_argument(flag_of(spec.name), default=argparse.SUPPRESS, help=text, **taken)
-
-
-def as_arguments(given: Mapping[str, Any]) -> list[str]:
-    """Command line for these settings; a switch is either on or absent."""
-    words = []
-    for name, value in given.items():
-        words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
-    return words

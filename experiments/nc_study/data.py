@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from runs.options import StudyError
 from torch import Tensor
 from torch.nn import functional as F
 
 from . import distributed
-from .config import Settings, StudyError
+from .config import Settings
 from .shapes import draw_shapes
 
 PAD = 4

@@ -11,35 +11,23 @@ one's running statistics count. Only the first process prints and writes files.
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from runs.options import StudyError
+from runs.script import is_first, launched
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .config import StudyError
-
 T = TypeVar("T")
-
-
-def launched() -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, has started several processes."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
 
 def world_size() -> int:
     """Number of processes of this run."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def is_first() -> bool:
-    """Return whether this is the process that prints and writes."""
-    return not launched() or int(os.environ["RANK"]) == 0
 
 
 @contextmanager
@@ -58,15 +46,6 @@ def processes(device: str) -> Iterator[None]:
     with open(os.devnull, "w") as nothing, nullcontext() if is_first() else redirect_stdout(nothing):
         yield
     dist.destroy_process_group()  # only without an error: after one it would wait for the others
-
-
-def command_line() -> str:
-    """Command that started this run; its script is relative to the working directory if it is below that."""
-    start = ["python"]
-    if launched():
-        start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])]
-    script = os.path.relpath(sys.argv[0])
-    return shlex.join([*start, sys.argv[0] if script.startswith(os.pardir) else script, *sys.argv[1:]])
 
 
 def from_first(function: Callable[..., T], *arguments: Any) -> T:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from runs.provenance import multiplies_bf16
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import convert_conv2d_weight_memory_format
@@ -13,7 +14,7 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 import deqfast
 from deqfast import ops
 
-from .config import Settings, multiplies_bf16
+from .config import Settings
 
 GROUPS = 8
 SOLVERS = {"broyden": deqfast.Broyden, "anderson": deqfast.Anderson, "picard": deqfast.Picard}

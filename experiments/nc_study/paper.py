@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from .config import BOTH, Experiment, Setting, StudyError, flag_of, preset_values
+from runs.options import StudyError, flag_of
+
+from .config import BOTH, Experiment, Setting, preset_values
 from .record import Accuracy, Spread
 
 RATIOS = (10, 50, 100)

@@ -8,9 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from runs.files import read_record
+from runs.options import StudyError
 
-from .config import Experiment, Setting, StudyError, arm_options
+from .config import Experiment, Setting, arm_options
 
 ARMS = ("explicit", "explicit-norm", "once", "deq-jfb", "deq-implicit")
 PAIR = ("explicit", "deq-implicit")
@@ -140,11 +141,8 @@ def choose(trials: list[Trial]) -> Tuning:
 
 
 def tuning() -> Tuning:
-    """Read the trials and the chosen values; raise StudyError if the trials are not finished."""
-    try:
-        found = msgspec.json.decode(TUNING.read_bytes(), type=Tuning)
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{TUNING} cannot be read ({error}): python experiments/study.py --tune makes it") from error
+    """The trials and the values chosen by them; StudyError if the trials are not over."""
+    found = read_record(TUNING, Tuning, "python experiments/study.py --tune makes it")
     if not found.chosen:
         raise StudyError(f"{TUNING}: not all trials are finished: python experiments/study.py --tune continues them")
     return found

@@ -6,12 +6,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
+from runs.provenance import Recorded
 
-from .config import Experiment, Setting, StudyError
+from .config import Experiment, Setting
 
 FORMAT = 5  # increased when a name or a meaning in a record changes
 AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
@@ -33,8 +31,6 @@ Curves = dict[str, tuple[int | float | None, ...]]
 
 Collapse = dict[str, int | float | None]
 """Fields of `deqfast.NCResult` of the training images; None if a metric is not defined."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -151,22 +147,8 @@ class KernelChoice:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Machine of a run."""
-
-    cpu: str
-    cores: int | None
-    threads: int
-    gpu: str | None
-    processes: int = 1
-    bf16: str | None = None
-    """How a CPU computed products of bfloat16: by its "instructions", or by "float32 kernels" (see `models.Conv2d`).
-    None without such products, and in records older than this field, all of which had the instructions."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Record of a finished run."""
+class RunResult(Recorded):
+    """Everything there is to know about a finished run."""
 
     format: int
     arm: str
@@ -175,11 +157,6 @@ class RunResult:
     kernel: KernelChoice
     network: NetworkResult
     command: str
-    machine: Machine
-    versions: dict[str, str | None]
-    commit: str | None
-    finished: str
-    """Date and time in UTC, ISO 8601."""
 
     @property
     def setting(self) -> Setting:
@@ -193,27 +170,3 @@ class Begun:
 
     format: int
     settings: Experiment
-
-
-def to_json(record: Any) -> bytes:
-    """Record as one line of JSON. Raises ValueError if it could not be read back: JSON has no NaN."""
-    line = msgspec.json.encode(record)
-    msgspec.json.decode(line, type=type(record))
-    return line + b"\n"
-
-
-def from_json(kind: type[T], line: bytes) -> T:
-    """Record of this kind from a line by `to_json`; raises ValueError that names the place if it is invalid."""
-    return msgspec.json.decode(line, type=kind)
-
-
-def read_record(kind: type[T], path: Path) -> T:
-    """Read a RunResult or Begun. Raises StudyError if another version of this project wrote it, or it is damaged."""
-    try:
-        content = path.read_bytes()
-        if (version := from_json(dict[str, Any], content).get("format", 1)) != FORMAT:
-            age = "an older" if version < FORMAT else "a newer"
-            raise StudyError(f"{path} was written by {age} version of this project: start again in another --out")
-        return from_json(kind, content)
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path} cannot be read ({error})") from error

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from datetime import datetime, timezone
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import deqfast
-from deqfast.testing.records import commit, processor
+from runs.provenance import provenance
+from runs.script import command_line
 
 from . import distributed, record
-from .config import Settings, multiplies_bf16
+from .config import Settings
 from .paper import PAPER, differences, on_cifar
-
-COMMIT = commit(Path(__file__).parent)
-"""Commit of the code at the start of this process."""
 
 
 def run_result(
@@ -36,33 +25,9 @@ def run_result(
         train_images_per_class=counts,
         kernel=kernel,
         network=network,
-        command=distributed.command_line(),
+        command=command_line(),
         **provenance(settings.threads, settings.device, distributed.world_size(), settings.precision),
     )
-
-
-def provenance(threads: int, device: str, processes: int = 1, precision: str = "fp32") -> dict[str, Any]:
-    """Machine, versions, commit and time (UTC, ISO 8601) of a result; `device` is "cpu" or "cuda"."""
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    products = "instructions" if multiplies_bf16() else "float32 kernels"
-    machine = record.Machine(
-        cpu=processor(),
-        cores=os.cpu_count(),
-        threads=threads,
-        gpu=gpu,
-        processes=processes,
-        bf16=products if (device, precision) == ("cpu", "bf16") else None,
-    )
-    versions = {"python": platform.python_version(), "deqfast": deqfast.__version__}
-    for package in ("torch", "triton", "numpy", "torchvision"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return {
-        "machine": machine,
-        "versions": versions,
-        "commit": COMMIT,
-        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
 
 
 def network_result(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from runs.options import StudyError
+from runs.script import is_first
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -17,7 +19,7 @@ from tqdm import tqdm
 import deqfast
 
 from . import distributed
-from .config import Settings, StudyError
+from .config import Settings
 from .data import Source, StudyData, load
 from .models import build, project
 from .moments import Arrays, moments
@@ -158,7 +160,7 @@ class Trainer:
         distributed.share_statistics(self.network)
         loss, right, count = distributed.total(sums).tolist()
         if not math.isfinite(loss):
-            if not distributed.is_first():
+            if not is_first():
                 raise SystemExit(1)
             raise StudyError(f"{DIVERGED} in epoch {epoch}: --lr {settings.lr:g} is too large")
         return {
@@ -220,7 +222,7 @@ def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
         trainer.load(state)
     if 0 < done < settings.epochs:
         print(f"{settings.arm}: going on after epoch {done}", flush=True)
-    steps, first = data.steps(settings.batch_size), distributed.is_first()
+    steps, first = data.steps(settings.batch_size), is_first()
     bar = {"desc": settings.arm, "unit": "batch", "disable": None if first else True}  # None: not a terminal
     with tqdm(total=settings.epochs * steps, initial=done * steps, **bar) as progress:
         for epoch in range(done + 1, settings.epochs + 1):

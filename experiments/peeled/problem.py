@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from nc_study.config import StudyError
+from runs.options import StudyError
 from torch import Tensor
 
 import deqfast

@@ -8,8 +8,9 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
-from nc_study.config import BOTH, Checked, SettingsError, flag_of, option
-from nc_study.results import provenance
+from nc_study.config import BOTH
+from runs.options import Checked, SettingsError, flag_of, option
+from runs.provenance import provenance
 from torch import Tensor
 from tqdm import tqdm
 

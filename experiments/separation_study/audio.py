@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from nc_study.config import StudyError
 from nc_study.models import count_parameters
+from runs.options import StudyError
 from scipy import signal
 from scipy.io import wavfile
 from torch import Tensor
 
 from .claims import Comparison, compare
-from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit
+from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit, of_module
 from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, train
 from .sawtooth import LEARNT
 from .summary import by_task, log_ratios, networks_table
@@ -112,7 +112,7 @@ def as_wav(samples: Tensor, peak: float) -> bytes:
     return content.getvalue()
 
 
-def measure(folder: Path | None, sizes: Sizes, unit: Unit) -> Result:
+def measure(sizes: Sizes, unit: Unit, folder: Path | None = None) -> Result:
     """Train the networks on a recording of the folder, or on a chirp from 50 to 800 Hz."""
     recording, _, encoding = unit.task.rpartition("-")
     chirp = signal.chirp(np.arange(RATE) / RATE, 50, 1, 800)
@@ -186,17 +186,11 @@ def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
     return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Welch's estimate, of seed 0.", figure)
 
 
-AUDIO = Experiment(
-    name="audio",
-    title="Audio",
-    sizes={
-        "quick": Sizes(Course(150, 128, (0.003, 0.01), 1), 1),
-        "full": Sizes(Course(1000, 128, (0.003, 0.01, 0.03), 4), 5),
-    },
-    result=Result,
-    units=units,
-    measure=partial(measure, None),
-    section=section,
+AUDIO = of_module(
+    __name__,
+    "Audio",
+    quick=Sizes(Course(150, 128, (0.003, 0.01), 1), 1),
+    full=Sizes(Course(1000, 128, (0.003, 0.01, 0.03), 4), 5),
     files=attrgetter("sounds"),
 )
 
@@ -210,4 +204,4 @@ def recorded(folder: Path) -> Experiment:
         read(path)
     recordings = tuple((path.stem, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths)
     sizes = {preset: replace(one, recordings=recordings) for preset, one in AUDIO.sizes.items()}
-    return replace(AUDIO, sizes=sizes, measure=partial(measure, folder))
+    return replace(AUDIO, sizes=sizes, measure=partial(measure, folder=folder))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import deqfast
 
 from .claims import FAILS, HOLDS, OPEN, Claim, within
-from .frame import DERIVED, EXACT, Experiment, Picture, Rows, Section, Table, Unit
+from .frame import DERIVED, EXACT, Picture, Rows, Section, Table, Unit, of_module
 
 SOLVER = deqfast.Broyden(rtol=1e-13, max_iter=200)
 ADJOINTS = {"DEQ": deqfast.Implicit(SOLVER), "DEQ, JFB": deqfast.JFB()}
@@ -318,15 +318,9 @@ def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
     return Picture("diagonal", "Bias and initialisation", DERIVED, caption, figure)
 
 
-DIAGONAL = Experiment(
-    name="diagonal",
-    title="Diagonal linear DEQ",
-    sizes={
-        "quick": Sizes(((6, 3), (20, 8)), (0.3, 1.0, 3.0), (0.2, 0.1, 0.05), 2),
-        "full": Sizes(((6, 3), (20, 8), (40, 10), (40, 30)), (0.1, 0.3, 1.0, 3.0, 10.0), (0.2, 0.1, 0.05, 0.025), 5),
-    },
-    result=Result,
-    units=units,
-    measure=measure,
-    section=section,
+DIAGONAL = of_module(
+    __name__,
+    "Diagonal linear DEQ",
+    quick=Sizes(((6, 3), (20, 8)), (0.3, 1.0, 3.0), (0.2, 0.1, 0.05), 2),
+    full=Sizes(((6, 3), (20, 8), (40, 10), (40, 30)), (0.1, 0.3, 1.0, 3.0, 10.0), (0.2, 0.1, 0.05, 0.025), 5),
 )

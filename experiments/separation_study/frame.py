@@ -1,28 +1,23 @@
-"""The frame of the experiments: units of work with a record each, done in several processes and resumed."""
+"""Frame of the experiments: units of work with a record each, done in several processes and resumed."""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
-import torch
 from matplotlib.figure import Figure
-from nc_study.config import StudyError
-from nc_study.record import Machine, to_json
-from nc_study.results import provenance
-from nc_study.rundir import write_atomically
-from tqdm import tqdm
+from runs.files import check_same, read_record, to_json, write_atomically
+from runs.processes import Run
+from runs.provenance import Recorded, provenance
 
 from .claims import Claim
 
 FORMAT = 1  # rises when what a unit writes changes a name or a meaning
+REMEDY = "remove it to measure the unit again"
 EXACT, DERIVED, RECONSTRUCTION = "exact", "derived", "reconstruction"
 SOURCES = {
     EXACT: "as printed by the authors",
@@ -30,12 +25,13 @@ SOURCES = {
     RECONSTRUCTION: "a best guess where the paper's text was not to be had",
 }
 
+R = TypeVar("R")
 Row = dict[str, object]  # of a table: column -> value
 Rows = list[Row]
 
 
 class Unit(NamedTuple):
-    """What is measured and recorded at once: a task of an experiment with one seed, for all networks."""
+    """Unit of measurement: a task of an experiment with one seed, for all networks."""
 
     task: str
     seed: int
@@ -45,23 +41,20 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
-    """The file of a finished unit. `sizes` and `result` have the types that the experiment names."""
+class Record(Recorded, Generic[R]):
+    """File of a finished unit. The experiment names the types of `sizes` and `result`. Read from a file, `sizes` has
+    the types of JSON."""
 
     format: int
     experiment: str
     unit: Unit
     sizes: Any
-    result: Any
-    machine: Machine
-    versions: dict[str, str | None]
-    commit: str | None
-    finished: str
+    result: R
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report; `source` is one of SOURCES and says what its task is."""
+    """Table of a report; `source` is one of SOURCES and describes its task."""
 
     title: str
     source: str
@@ -71,7 +64,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of a report, in the file `name`.png; `source` as of a table."""
+    """Figure of a report, in the file `name`.png; `source` as in a table."""
 
     name: str
     title: str
@@ -82,7 +75,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """What an experiment comes to."""
+    """Section of a report: the outcome of an experiment."""
 
     text: str
     claims: list[Claim]
@@ -92,8 +85,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment: its sizes by preset, its units, how one is measured, and what the results come to; `files` makes
-    of a result what is to lie beside its record, by the ends of the names."""
+    """Experiment: its sizes by preset, its units, the measurement of a unit, and the section from all results. `files`
+    makes further files from a result, by the ends of their names."""
 
     name: str
     title: str
@@ -105,67 +98,54 @@ class Experiment:
     files: Callable[[Any], Mapping[str, bytes]] | None = None
 
 
-def path_of(folder: Path, experiment: Experiment, unit: Unit) -> Path:
-    """Return the place of a unit's record below the folder of its preset."""
-    return folder / experiment.name / f"{unit}.json"
+def of_module(
+    module: str, title: str, quick: Any, full: Any, files: Callable[[Any], Mapping[str, bytes]] | None = None
+) -> Experiment:
+    """Make the experiment of a module of this package: its name, `Result`, `units`, `measure` and `section`."""
+    of: Any = sys.modules[module]
+    name, sizes = module.rpartition(".")[2], {"quick": quick, "full": full}
+    return Experiment(name, title, sizes, of.Result, of.units, of.measure, of.section, files)
 
 
-def load(path: Path, experiment: Experiment, sizes: Any) -> Record:
-    """Read a unit's record; StudyError if it is damaged, or of other sizes or another version of this project."""
-    try:
-        content = msgspec.json.decode(path.read_bytes())
-        if (content.get("format"), content.get("sizes")) != (FORMAT, msgspec.json.decode(to_json(sizes))):
-            raise StudyError(f"{path} was measured with other sizes or by another version: take another --out")
-        content["result"] = msgspec.convert(content["result"], experiment.result)
-        return msgspec.convert(content, Record)
-    except (OSError, ValueError, AttributeError) as error:
-        raise StudyError(f"{path} cannot be read ({error}): remove it to measure the unit again") from error
+class Job(Run):
+    """Unit of an experiment with a preset; its record is below the preset's folder."""
+
+    def __init__(self, folder: Path, experiment: Experiment, preset: str, unit: Unit) -> None:
+        super().__init__(folder / experiment.name / f"{unit}.json")
+        self.experiment, self.sizes, self.unit = experiment, experiment.sizes[preset], unit
+
+    @property
+    def record(self) -> Record:
+        """Record of the unit. Raises StudyError if it is damaged, or has other sizes or another version."""
+        kind: Any = Record[self.experiment.result]  # type: ignore[name-defined]
+        found: Record = read_record(self.path, kind, REMEDY, FORMAT)
+        check_same(self.path, found.sizes, msgspec.json.decode(to_json(self.sizes)))
+        return found
+
+    def outcome(self) -> str:
+        """Time of the measurement. Raises StudyError if the record cannot be read."""
+        return f"measured, {self.record.finished}"
+
+    def measure(self) -> None:
+        """Measure the unit and write its record."""
+        result = self.experiment.measure(self.sizes, self.unit)
+        record = Record(FORMAT, self.experiment.name, self.unit, self.sizes, result, **provenance(1, "cpu"))
+        for name, content in (self.experiment.files(result) if self.experiment.files else {}).items():
+            write_atomically(self.path.with_name(f"{self.unit}-{name}"), content)
+        write_atomically(self.path, to_json(record))
+
+
+def jobs_of(folder: Path, experiment: Experiment, preset: str) -> list[Job]:
+    """Make a job of each unit of an experiment."""
+    return [Job(folder, experiment, preset, unit) for unit in experiment.units(experiment.sizes[preset])]
 
 
 def of_records(folder: Path, preset: str, experiment: Experiment) -> Experiment:
-    """Make the experiment on the units whose records are below a folder, with their sizes; as it is where none is."""
-    found = []
-    for path in sorted((folder / experiment.name).glob("*-seed*.json")):
-        try:
-            content = msgspec.json.decode(path.read_bytes())
-            found.append((Unit(*content["unit"]), content["sizes"]))
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise StudyError(f"{path} cannot be read ({error}): remove it to measure the unit again") from error
+    """Make the experiment on the units with records below a folder, with their sizes; unchanged without records."""
+    paths = sorted((folder / experiment.name).glob("*-seed*.json"))
+    found = [read_record(path, Record, REMEDY, FORMAT) for path in paths]
     if not found:
         return experiment
-    sizes = msgspec.convert(found[0][1], type(experiment.sizes[preset]))
-    units, usual = [unit for unit, _ in found], experiment.units(sizes)
+    sizes = msgspec.convert(found[0].sizes, type(experiment.sizes[preset]))
+    units, usual = [record.unit for record in found], experiment.units(sizes)
     return replace(experiment, sizes={preset: sizes}, units=lambda _: usual if {*units} <= {*usual} else units)
-
-
-def measure(folder: Path, job: tuple[Experiment, str, Unit]) -> Unit:
-    """Measure a unit and write its record; the unit."""
-    experiment, preset, unit = job
-    torch.set_num_threads(1)
-    sizes = experiment.sizes[preset]
-    result = experiment.measure(sizes, unit)
-    record = Record(FORMAT, experiment.name, unit, sizes, result, **provenance(1, "cpu"))
-    path = path_of(folder, experiment, unit)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for name, content in (experiment.files(result) if experiment.files else {}).items():
-        write_atomically(path.with_name(f"{unit}-{name}"), content)
-    write_atomically(path, to_json(record))
-    return unit
-
-
-def run(experiments: Iterable[Experiment], preset: str, folder: Path, jobs: int) -> None:
-    """Measure the units that have no record yet, `jobs` at a time; those that have one must be readable."""
-    waiting = []
-    for experiment in experiments:
-        sizes = experiment.sizes[preset]
-        for unit in experiment.units(sizes):
-            if (path := path_of(folder, experiment, unit)).exists():
-                load(path, experiment, sizes)
-            else:
-                waiting.append((experiment, preset, unit))
-    ignored = signal.SIGINT, signal.SIG_IGN  # an interrupt is the parent's
-    pool = multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignored) if jobs > 1 and waiting else None
-    with tqdm(total=len(waiting), desc="units", unit="unit") as bar, pool or nullcontext():
-        for unit in (pool.imap_unordered if pool else map)(partial(measure, folder), waiting):
-            bar.set_postfix_str(str(unit))
-            bar.update()

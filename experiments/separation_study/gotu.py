@@ -23,7 +23,7 @@ import deqfast
 
 from .claims import FAILS, HOLDS, Claim, Comparison, compare, within
 from .diagonal import ADJOINTS, RULES, SOLVER, DiagonalCell, Rule
-from .frame import DERIVED, RECONSTRUCTION, Experiment, Row, Rows, Section, Table, Unit
+from .frame import DERIVED, RECONSTRUCTION, Row, Rows, Section, Table, Unit, of_module
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .summary import by_task, curves, log_ratios
 
@@ -315,15 +315,9 @@ def _rows(name: str, found: list[Result]) -> Rows:
     return [*rows, row("minimum-degree interpolator", list(by_interpolator.values()), 0, degree)]
 
 
-GOTU = Experiment(
-    name="gotu",
-    title="Generalisation on the unseen",
-    sizes={
-        "quick": Sizes(Course(300, 128, (0.003, 0.01), 3), (0.3, 1.0), 2),
-        "full": Sizes(Course(800, 128, (0.001, 0.003, 0.01), 8), (0.1, 0.3, 1.0), 5),
-    },
-    result=Result,
-    units=units,
-    measure=measure,
-    section=section,
+GOTU = of_module(
+    __name__,
+    "Generalisation on the unseen",
+    quick=Sizes(Course(300, 128, (0.003, 0.01), 3), (0.3, 1.0), 2),
+    full=Sizes(Course(800, 128, (0.001, 0.003, 0.01), 8), (0.1, 0.3, 1.0), 5),
 )

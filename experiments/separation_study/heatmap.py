@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .claims import Comparison, compare
 from .diagonal import participation
-from .frame import RECONSTRUCTION, Experiment, Picture, Row, Rows, Section, Table, Unit
+from .frame import RECONSTRUCTION, Picture, Row, Rows, Section, Table, Unit, of_module
 from .gotu import TARGETS, DiagonalDEQ, evaluate
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, train
 from .summary import spread
@@ -157,15 +157,9 @@ def _picture(found: list[Result]) -> Picture:
     return Picture("heatmap", "Feature heat maps", RECONSTRUCTION, caption, figure)
 
 
-HEATMAP = Experiment(
-    name="heatmap",
-    title="Feature heat maps",
-    sizes={
-        "quick": Sizes(Course(200, 128, (0.003, 0.01), 2), 2),
-        "full": Sizes(Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
-    },
-    result=Result,
-    units=units,
-    measure=measure,
-    section=section,
+HEATMAP = of_module(
+    __name__,
+    "Feature heat maps",
+    quick=Sizes(Course(200, 128, (0.003, 0.01), 2), 2),
+    full=Sizes(Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
 )

@@ -9,9 +9,9 @@ from typing import Any
 
 from nc_study.figures import png
 from nc_study.reporting.document import render, to_html
-from nc_study.rundir import prepare_out, write_atomically
+from runs.files import prepare_out, write_atomically
 
-from .frame import SOURCES, Experiment, load, path_of
+from .frame import SOURCES, Experiment, jobs_of
 
 TITLE = "Separation and bias of deep equilibrium models: what was measured"
 
@@ -43,14 +43,13 @@ def _sections(text: str) -> dict[str, str]:
 
 
 def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:
-    """Draw the figures of an experiment; return the values for the template, or None if no unit is finished."""
-    sizes = experiment.sizes[preset]
-    units = experiment.units(sizes)
-    paths = {unit: path for unit in units if (path := path_of(folder, experiment, unit)).exists()}
-    records = {unit: load(path, experiment, sizes) for unit, path in paths.items()}
+    """Draw the figures of an experiment; what the template shows of it, None where no unit is finished."""
+    jobs = jobs_of(folder, experiment, preset)
+    records = {job.unit: job.record for job in jobs if job.finished}
     if not records:
         return None
-    section = experiment.section(sizes, {unit: record.result for unit, record in records.items()})
+    results = {unit: record.result for unit, record in records.items()}
+    section = experiment.section(experiment.sizes[preset], results)
     for picture in section.pictures:
         write_atomically(folder / "figures" / f"{picture.name}.png", png(picture.figure))
     last = max(records.values(), key=lambda record: record.finished)
@@ -58,7 +57,7 @@ def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] |
         **vars(section),
         "title": experiment.title,
         "verdicts": list(map(vars, section.claims)),
-        "missing": [str(unit) for unit in units if unit not in records],
-        "provenance": f"{len(records)} of {len(units)} units; torch {last.versions['torch']}, {last.machine.cpu}; "
+        "missing": [str(job) for job in jobs if not job.finished],
+        "provenance": f"{len(records)} of {len(jobs)} units; torch {last.versions['torch']}, {last.machine.cpu}; "
         f"commit {last.commit}, {last.finished}",
     }

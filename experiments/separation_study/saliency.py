@@ -17,18 +17,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from nc_study.config import ARMS, Settings, StudyError, arm_options, settings_from
+from nc_study.config import ARMS, Settings, arm_options, settings_from
 from nc_study.data import find_source, load
 from nc_study.models import ResNet18, build, choose_kernel
 from nc_study.reporting.runs import collect
 from nc_study.rundir import RunDirectory
 from nc_study.training import Trainer
+from runs.options import StudyError
 from scipy import stats
 from torch import Tensor
 from tqdm import tqdm
 
 from .claims import Comparison, compare
-from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit
+from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit, of_module
 
 DRAWN_ARMS = ("explicit", "once", "deq-implicit")
 CONTROLS = ("explicit", "explicit-norm", "once")  # what a DEQ is compared with
@@ -37,6 +38,9 @@ SURVIVES = 0.5  # mean rank correlation with the maps of random weights, above w
 RANDOM = ", random"  # suffix of the names of measurements under random weights
 EXAMPLES = 6  # images that are shown
 KERNEL = choose_kernel("auto", "cpu")[0]
+
+Runs = Mapping[Unit, tuple[Path, ...]]
+"""The folders of a unit's finished runs."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +148,12 @@ def train_small(arm: str, sizes: Sizes, seed: int) -> tuple[ResNet18, Settings]:
     return trainer.network, settings
 
 
-def measure(runs: Mapping[Unit, tuple[Path, ...]], root: Path, sizes: Sizes, unit: Unit) -> Result:
-    """Measure the networks in the unit's folders, or without runs small ones, on the same images."""
-    networks = [load_run(path, root) for path in runs[unit]] if runs else []
-    networks = networks or [train_small(arm, sizes, unit.seed) for arm in DRAWN_ARMS]
+def measure(sizes: Sizes, unit: Unit, runs: Runs | None = None, root: Path = Path()) -> Result:
+    """Measure the networks in the unit's folders, or if there are no runs small ones, on the same images."""
+    if runs:
+        networks = [load_run(path, root) for path in runs[unit]]
+    else:
+        networks = [train_small(arm, sizes, unit.seed) for arm in DRAWN_ARMS]
     settings = networks[0][1]
     data = load(find_source(settings.dataset, root), settings, torch.device("cpu"))
     images, labels = data.test_images[: sizes.images], data.test_labels[: sizes.images]
@@ -156,9 +162,9 @@ def measure(runs: Mapping[Unit, tuple[Path, ...]], root: Path, sizes: Sizes, uni
     return Result(len(images), shown, tuple(arms))
 
 
-def units(known: tuple[Unit, ...], sizes: Sizes) -> list[Unit]:
-    """Return the units of the runs, or without runs one for each seed."""
-    return list(known) or [Unit("shapes-balanced", seed) for seed in range(sizes.seeds)]
+def units(sizes: Sizes, runs: Runs | None = None) -> list[Unit]:
+    """Return the units of the runs, or if there are none one for each seed."""
+    return list(runs or ()) or [Unit("shapes-balanced", seed) for seed in range(sizes.seeds)]
 
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
@@ -231,14 +237,11 @@ def _picture(unit: Unit, result: Result) -> Picture:
     return Picture("saliency", "Grad-CAM's maps", RECONSTRUCTION, caption, figure)
 
 
-SALIENCY = Experiment(
-    name="saliency",
-    title="Saliency",
-    sizes={"quick": Sizes(100, 2, 2, 40), "full": Sizes(500, 5, 10, 100)},
-    result=Result,
-    units=partial(units, ()),
-    measure=partial(measure, {}, Path()),
-    section=section,
+SALIENCY = of_module(
+    __name__,
+    "Saliency",
+    quick=Sizes(100, 2, 2, 40),
+    full=Sizes(500, 5, 10, 100),
 )
 
 
@@ -255,4 +258,6 @@ def of_runs(folder: Path, root: Path) -> Experiment:
     find_source(groups[0].experiment.dataset, root)  # an error now rather than in a unit
     runs = {unit: tuple(arms[arm] for arm in ARMS if arm in arms) for unit, arms in sorted(found.items())}
     sizes = {preset: replace(one, networks=f"runs of {groups[0].name}") for preset, one in SALIENCY.sizes.items()}
-    return replace(SALIENCY, sizes=sizes, units=partial(units, tuple(runs)), measure=partial(measure, runs, root))
+    return replace(
+        SALIENCY, sizes=sizes, units=partial(units, runs=runs), measure=partial(measure, runs=runs, root=root)
+    )

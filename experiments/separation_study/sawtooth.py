@@ -16,7 +16,7 @@ import deqfast
 from deqfast.solvers import Solver
 
 from .claims import FAILS, HOLDS, Claim, Comparison, compare
-from .frame import DERIVED, EXACT, RECONSTRUCTION, Experiment, Section, Unit
+from .frame import DERIVED, EXACT, RECONSTRUCTION, Section, Unit, of_module
 from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, train
 from .summary import best_of, by_task, curves, log_ratios, networks_table
 
@@ -199,15 +199,9 @@ def _stays(tasks: list[list[Trained]]) -> Comparison:
     return Comparison(claim, DERIVED, differences, "log10 ratio of the last error to the first")
 
 
-SAWTOOTH = Experiment(
-    name="sawtooth",
-    title="Sawtooth",
-    sizes={
-        "quick": Sizes((1, 3, 5, 10, 15), (3,), Course(150, 128, (0.003, 0.01), 5), 1),
-        "full": Sizes((1, 3, 5, 10, 15), (3, 5), Course(800, 128, (0.001, 0.003, 0.01), 8), 5),
-    },
-    result=Result,
-    units=units,
-    measure=measure,
-    section=section,
+SAWTOOTH = of_module(
+    __name__,
+    "Sawtooth",
+    quick=Sizes((1, 3, 5, 10, 15), (3,), Course(150, 128, (0.003, 0.01), 5), 1),
+    full=Sizes((1, 3, 5, 10, 15), (3, 5), Course(800, 128, (0.001, 0.003, 0.01), 8), 5),
 )

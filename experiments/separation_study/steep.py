@@ -19,7 +19,7 @@ from torch import Tensor
 import deqfast
 
 from .claims import Claim, Comparison, compare, within
-from .frame import DERIVED, RECONSTRUCTION, Experiment, Picture, Section, Unit
+from .frame import DERIVED, RECONSTRUCTION, Picture, Section, Unit, of_module
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .summary import best_of, by_task, log_ratios, networks_table
 
@@ -244,15 +244,9 @@ def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
     return Picture("steep", "Steep functions", RECONSTRUCTION, caption, figure)
 
 
-STEEP = Experiment(
-    name="steep",
-    title="Steep function",
-    sizes={
-        "quick": Sizes((6, 12, 20), Course(120, 128, (0.003, 0.01), 2), 1),
-        "full": Sizes((6, 12, 20), Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
-    },
-    result=Result,
-    units=units,
-    measure=measure,
-    section=section,
+STEEP = of_module(
+    __name__,
+    "Steep function",
+    quick=Sizes((6, 12, 20), Course(120, 128, (0.003, 0.01), 2), 1),
+    full=Sizes((6, 12, 20), Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
 )

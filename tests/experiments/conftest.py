@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models.frame import Run
 from nc_study.cli import main
-from nc_study.record import FORMAT, Begun, to_json
+from nc_study.record import FORMAT, Begun
 from nc_study.rundir import RunDirectory
-from runs import Run
+from runs.files import to_json
+from separation_study.frame import Job
 from study_helpers import TINY, made_up_epoch, made_up_result, made_up_settings
 
 
@@ -73,11 +76,34 @@ def cut_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], No
 
     def cut_off(train: Callable[[], Any]) -> None:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("runs.SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+            patch.setattr("models.frame.SECONDS_BETWEEN_CHECKPOINTS", 0.0)
             patch.setattr(Run, "steps", cut)
             train()
 
     return cut_off
+
+
+class Done:
+    """A process that is over."""
+
+    pid = os.getpid()
+
+    def poll(self) -> int:
+        return 0
+
+    terminate = kill = poll
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are measured here, not in fresh processes, which would not see what a test has replaced."""
+
+    def start(job: Job) -> Done:
+        job.path.parent.mkdir(parents=True, exist_ok=True)
+        job.measure()
+        return Done()
+
+    monkeypatch.setattr(Job, "start", start)
 
 
 @pytest.fixture

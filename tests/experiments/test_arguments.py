@@ -5,17 +5,12 @@ from __future__ import annotations
 import shlex
 from functools import partial
 
-import cells
-import graphs
-import images
 import layer_peeled
+import model
 import pytest
-import restoration
-import runs
 import separation
 import study
-import sudoku
-import text
+from models import frame
 from nc_study.config import parse
 
 SCRIPTS = {
@@ -24,17 +19,7 @@ SCRIPTS = {
     "study": study.main,
     "layer_peeled": layer_peeled.main,
     "separation": separation.main,
-    **{
-        script.__name__: partial(runs.main, None, options, script.ARMS, script.train, script.draw)
-        for script, options in (
-            (cells, cells.Cells),
-            (graphs, graphs.Graphs),
-            (images, images.Images),
-            (restoration, restoration.Restoration),
-            (sudoku, sudoku.Sudoku),
-            (text, text.Text),
-        )
-    },
+    "model": model.main,
 }
 
 
@@ -72,12 +57,13 @@ SCRIPTS = {
         ("layer_peeled --tolerance=0", "--tolerance 0"),
         ("separation --experiment none", "--experiment"),
         ("separation --jobs 0", "--jobs 0"),
-        ("graphs --arms none", "--arms none: one of all, deq, explicit-parameters, explicit-compute, perceptron"),
-        ("graphs --lr 0", "--lr 0.0"),
-        ("graphs --seeds 0", "--seeds 0"),
-        ("sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
-        ("sudoku --data-root .", "--size 6: 9 with --data-root"),
-        ("text --width 100", "--width 100"),
+        ("model nothing", "invalid choice: 'nothing'"),
+        ("model graphs --arms none", "--arms none: one of all, deq, explicit-parameters, explicit-compute, perceptron"),
+        ("model graphs --lr 0", "--lr 0.0"),
+        ("model graphs --seeds 0", "--seeds 0"),
+        ("model sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
+        ("model sudoku --data-root .", "--size 6: 9 with --data-root"),
+        ("model text --width 100", "--width 100"),
         ("cifar_lt --sovler picard", "unrecognized arguments: --sovler picard; did you mean '--solver'?"),
         (
             "cifar_lt --max_iter=3 --solvr=picard",
@@ -85,7 +71,7 @@ SCRIPTS = {
         ),
         ("cifar_lt --adjoint ift", "choose from jfb, implicit, phantom, unrolled); did you mean 'implicit'?"),
         ("study --table 1 --arms deq-impicit", "did you mean 'deq-implicit'?"),
-        ("graphs --arms explicit-parameter", "did you mean 'explicit-parameters'?"),
+        ("model graphs --arms explicit-parameter", "did you mean 'explicit-parameters'?"),
         ("separation --experiment sawtoth", "did you mean 'sawtooth'?"),
         ("layer_peeled --tolerence 1", "unrecognized arguments: --tolerence 1; did you mean '--tolerance'?"),
     ],
@@ -99,16 +85,17 @@ def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_examples_of_the_help_are_right(script, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", [*SCRIPTS, *(f"model {name}" for name in model.MODELS)])
+def test_the_examples_of_the_help_are_right(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for module in (layer_peeled, runs, separation, study):
+    for module in (layer_peeled, frame, separation, study):
         monkeypatch.setattr(module, "told", lambda *_: 0)
+    script, *words = command.split()
     with pytest.raises(SystemExit):
-        SCRIPTS[script](["--help"])
+        SCRIPTS[script]([*words, "--help"])
     examples = capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines()
     assert len(examples) > 1
     for example in examples:
         command, path, *arguments = shlex.split(example, comments=True)
-        assert command == "python" and path.endswith(f"/{script}.py")
+        assert command == "python" and path.endswith(f"/{script}.py") and arguments[: len(words)] == words
         SCRIPTS[script](arguments)

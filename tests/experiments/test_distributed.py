@@ -8,9 +8,10 @@ import pytest
 import study
 import torch
 from nc_study import distributed, training
-from nc_study.config import StudyError, settings_from
-from nc_study.record import RunResult, read_record
+from nc_study.config import settings_from
+from nc_study.rundir import RunDirectory
 from nc_study.training import SolverTally, Trainer
+from runs.options import StudyError
 from study_helpers import CPU, HERE, KILLED, STUDY, TINY, assert_same, float64, folder_of, python, shapes_data
 
 from deqfast.testing import GRADIENT
@@ -119,7 +120,7 @@ def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
     log = (folder / "log.txt").read_text()
     assert log.count("explicit: going on after epoch 1\n") == 1 and log.count("results: ") == 1
     assert "2 processes, each with batch statistics" in log
-    result = read_record(RunResult, folder / "result.json")
+    result = RunDirectory(folder).result
     assert result.machine.processes == 2 and result.command.startswith("torchrun --nproc-per-node 2 ")
     assert result.network.curves["epoch"] == (1, 2)
 

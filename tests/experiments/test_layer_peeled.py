@@ -9,11 +9,11 @@ from decimal import Decimal, localcontext
 import layer_peeled
 import pytest
 import torch
-from nc_study.config import StudyError
 from peeled import theory
 from peeled.problem import FEATURES, LAYERS, Problem, cross_entropy, minimise
 from peeled.report import local_minima, markdown
 from peeled.study import PeeledSettings, describe, run
+from runs.options import StudyError
 from study_helpers import EXPERIMENTS
 
 import deqfast

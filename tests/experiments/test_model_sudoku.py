@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-import sudoku
-import sudoku_puzzles
 import torch
-from runs import Run, SettingsError, StudyError
+from models import sudoku, sudoku_puzzles
+from models.frame import Run
+from runs.options import SettingsError, StudyError
 
 
 @pytest.mark.parametrize(("size", "clues"), [(4, 5), (6, 10), (9, 30)])
@@ -54,7 +54,7 @@ def test_puzzles_before_the_tested_ones_are_skipped(tmp_path):
     (tmp_path / "a.txt").write_text("\n".join(lines))
     model = sudoku.Stack([sudoku.Block(9, 4)])
     with torch.no_grad():
-        outcome = sudoku.evaluate(model, Run(options, tmp_path, "explicit-parameters", seed=0))
+        outcome = sudoku.evaluate(model, Run(sudoku.train, options, tmp_path, "explicit-parameters", seed=0))
     assert outcome.data.endswith("tested on a (puzzles 2 to 2 of each file)")
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import cells
-import graphs
-import images
+import model
 import numpy as np
 import pytest
-import restoration
-import runs
-import sudoku
-import text
 import torch
+from models import cells, frame, graphs, images, restoration, sudoku, text
+from models.frame import Run
+from nc_study.models import count_parameters
 from PIL import Image
-from runs import Run, StudyError
+from runs.options import StudyError, parsed
+from study_helpers import EXPERIMENTS
 
 from deqfast.testing import after_solve, rounding
 
@@ -35,6 +34,8 @@ SCRIPTS = {  # with small options, a score and its range, and a score that only 
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
 }
 
+COMMAND = r"^python experiments/model\.py (\w+)((?: [^#\n]+)?)"
+
 
 @pytest.fixture(autouse=True)
 def few_data(monkeypatch):
@@ -48,14 +49,14 @@ def few_data(monkeypatch):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
     script, options, (score, least, most), of_solves = SCRIPTS[name]
-    made = [Run(options, tmp_path, arm, seed=0) for arm in script.ARMS]
+    made = [Run(script.train, options, tmp_path, arm, seed=0) for arm in script.ARMS]
     for run in made:
-        runs.measure(script.train, run)
-    records = [runs.read(run) for run in made]
+        run.measure()
+    records = [run.record for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
     solved = ("deq", "deq-regularised", *cells.ARMS, *["explicit-parameters"] * (name == "sudoku"))
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
-    runs.show(name, records, script.draw, tmp_path)
+    frame.show(name, records, script.EXAMPLE.draw, tmp_path)
     shown = capsys.readouterr().out
     assert all(f"| {arm} " in shown for arm in script.ARMS)
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
@@ -70,18 +71,26 @@ def test_a_run_that_was_cut_off_counts_all_evaluations(name, given, tmp_path, cu
 
     def train():
         torch.manual_seed(0)
-        return script.train(Run(options, tmp_path, "deq", seed=0)).scores["evaluations, training"]
+        return script.train(Run(script.train, options, tmp_path, "deq", seed=0)).scores["evaluations, training"]
 
     whole = train()
     cut_off(train)
     assert (tmp_path / "deq-seed0.ckpt").exists() and train() == pytest.approx(whole)
 
 
+def test_the_commands_of_the_pages_are_understood():
+    pages = (EXPERIMENTS.parent / "docs" / "pages").glob("*.md")
+    found = {line for page in pages for line in re.findall(COMMAND, page.read_text(), re.MULTILINE)}
+    for name, words in found:
+        assert parsed(SCRIPTS[name][0].EXAMPLE.options, None, [], words.split())
+    assert {name for name, _ in found} == {*SCRIPTS} == {*model.MODELS}
+
+
 def test_twins_have_as_many_parameters():
     deq = images.Classifier("deq", images.Images(width=16))
-    assert runs.count_parameters(images.ResNet(deq)) == pytest.approx(runs.count_parameters(deq), rel=0.1)
+    assert count_parameters(images.ResNet(deq)) == pytest.approx(count_parameters(deq), rel=0.1)
     written = [text.Language(arm, text.Text(), 65) for arm in ("deq", "explicit-parameters")]
-    assert runs.count_parameters(written[1]) == pytest.approx(runs.count_parameters(written[0]), rel=0.05)
+    assert count_parameters(written[1]) == pytest.approx(count_parameters(written[0]), rel=0.05)
 
 
 def test_graphs_of_a_batch_are_solved_apart_and_as_they_would_be_alone():
@@ -146,7 +155,7 @@ def test_data_of_ones_own_are_read(tmp_path, monkeypatch):
     problem = graphs.load(options, seed=1)
     assert problem.adjacency.layout == problem.features.layout == torch.sparse_csr
     assert torch.allclose(problem.adjacency.to_dense().sum(dim=1), torch.ones(6))
-    assert graphs.train(Run(options, tmp_path, "deq", seed=0)).scores["converged"] == 1
+    assert graphs.train(Run(graphs.train, options, tmp_path, "deq", seed=0)).scores["converged"] == 1
     name, data = restoration.load(given(restoration.Restoration, folders(), patch=16))
     assert name == "Train400 (1), Set12 (1), BSD68 (1)" and data["train"][0].shape == (20, 24)
     corpus = text.load(given(text.Text, {f"{name}.txt": 1000 * name.encode() for name in "ab"}))
@@ -188,9 +197,9 @@ REFUSED = [
 @pytest.mark.parametrize(("kind", "files", "options", "said"), REFUSED)
 def test_data_that_cannot_serve_are_named_in_a_line(kind, files, options, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script = sys.modules[kind.__module__]
+    example = sys.modules[kind.__module__].EXAMPLE
     with pytest.raises(StudyError, match=said) as error:
-        getattr(script, "check", getattr(script, "load", None))(given(kind, files, **options))
+        example.check(given(kind, files, **options))
     assert "\n" not in str(error.value)
 
 

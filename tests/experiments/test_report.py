@@ -6,12 +6,12 @@ import html
 import re
 
 import pytest
-from nc_study.config import StudyError
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
 from nc_study.reporting.report import facts, findings, write
 from nc_study.reporting.runs import Collection, collect
 from nc_study.reporting.verdicts import progress
+from runs.options import StudyError
 from study_helpers import EXPERIMENTS, run_script
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'

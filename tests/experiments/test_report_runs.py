@@ -9,10 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from nc_study.config import Setting
-from nc_study.record import FORMAT, RunResult, read_record, to_json
+from nc_study.record import FORMAT
 from nc_study.reporting.runs import collect
 from nc_study.reporting.tables import geometry_rows
-from nc_study.rundir import write_arrays
+from nc_study.rundir import RunDirectory
+from runs.files import to_json, write_arrays
 
 SETTING = Setting("cifar10", 3, 10)
 
@@ -87,7 +88,7 @@ def test_a_difference_is_of_the_same_seed_and_group_and_of_nc1_a_ratio(made_up):
     assert group.differences(SETTING, "explicit", "deq-jfb", "nc2") == pytest.approx({0: 0.2, 1: 0.1})
     assert group.differences(SETTING, "deq-jfb", "explicit", "nc1") == {0: 0.0, 1: 0.0}
     path = root / "e1" / "result.json"
-    result = read_record(RunResult, path)
+    result = RunDirectory(path.parent).result
     network = replace(result.network, nc={**result.network.nc, "nc1": 1.5, "nc2": None})
     path.write_bytes(to_json(replace(result, network=network)))
     group = collect([root]).groups[0]
@@ -100,7 +101,7 @@ def test_a_run_found_twice_counts_once(made_up, tmp_path):
     made_up("b")
     for name, day in (("a", 2), ("b", 1)):
         path = root / name / "result.json"
-        path.write_bytes(to_json(replace(read_record(RunResult, path), finished=f"2026-01-0{day}T00:00:00+00:00")))
+        path.write_bytes(to_json(replace(RunDirectory(path.parent).result, finished=f"2026-01-0{day}T00:00:00+00:00")))
     found = collect([root, root / "a", tmp_path])
     assert [run.path.name for run in found.groups[0].finished] == ["a"]
     assert {(entry.folder.name, entry.state) for entry in found.rejected} == {("b", "duplicate")}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import separation
 import torch
-from nc_study.config import StudyError
+from runs.options import StudyError
 from separation_study import diagonal, frame, gotu, heatmap, networks, report, saliency, sawtooth, steep
 from separation_study.claims import FAILS, HOLDS, OPEN, Comparison, compare
 
@@ -21,7 +21,7 @@ SMALL = diagonal.Sizes(((4, 2),), (0.5, 1.0), (0.4, 0.2), 1)
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, in_this_process):
     """Only the diagonal experiment, of a tiny size."""
     tiny = replace(diagonal.DIAGONAL, sizes={"quick": SMALL, "full": replace(SMALL, seeds=2)})
     monkeypatch.setattr(separation, "EXPERIMENTS", {"diagonal": tiny})
@@ -78,20 +78,22 @@ def test_run_writes_a_report_resumes_and_refuses_other_sizes(small, tmp_path, mo
     assert (tmp_path / "quick" / "report.html").exists() and (tmp_path / "quick" / "figures" / "diagonal.png").exists()
     assert text.count("(derived)") >= 3 and "| does not hold |" in text
 
-    monkeypatch.setattr(frame, "measure", lambda *_: pytest.fail("a finished unit is measured again"))
+    monkeypatch.setattr(frame.Job, "start", lambda *_: pytest.fail("a finished unit is measured again"))
     assert separation.main(arguments) == 0
     assert (tmp_path / "quick" / "report.md").read_text() == text
 
-    record = frame.path_of(tmp_path / "quick", small, frame.Unit("d4-n2", 0))
-    with pytest.raises(StudyError, match="other sizes"):
-        frame.load(record, small, replace(SMALL, initials=(2.0,)))
+    other = replace(small, sizes={"quick": replace(SMALL, initials=(2.0,))})
+    job = frame.Job(tmp_path / "quick", other, "quick", frame.Unit("d4-n2", 0))
+    with pytest.raises(StudyError, match=r"was begun with initials \[0.5, 1.0\], not \[2.0\]"):
+        job.outcome()
+    record = job.path
     record.write_bytes(record.read_bytes()[:-20])
     assert separation.main(arguments) == 1
     assert f"{record} cannot be read" in capsys.readouterr().err
 
 
 def test_report_names_units_that_are_missing(small, tmp_path):
-    frame.measure(tmp_path, (small, "full", frame.Unit("d4-n2", 1)))
+    frame.Job(tmp_path, small, "full", frame.Unit("d4-n2", 1)).start()
     text = report.write([small], "full", tmp_path).read_text()
     assert "Not measured: d4-n2-seed0" in text
 
@@ -317,10 +319,9 @@ def test_what_is_committed_is_what_the_records_say():
     reported, claims = verdicts_of(folder / "report.md"), {}
     of_runs = frame.of_records(folder, "full", saliency.SALIENCY)
     for experiment in (sawtooth.SAWTOOTH, steep.STEEP, gotu.GOTU, diagonal.DIAGONAL, heatmap.HEATMAP, of_runs):
-        sizes = experiment.sizes["full"]
-        paths = {unit: frame.path_of(folder, experiment, unit) for unit in experiment.units(sizes)}
-        records = {unit: frame.load(path, experiment, sizes).result for unit, path in paths.items()}
-        claims |= {claim.claim: claim.verdict for claim in experiment.section(sizes, records).claims}
+        records = {job.unit: job.record.result for job in frame.jobs_of(folder, experiment, "full")}
+        section = experiment.section(experiment.sizes["full"], records)
+        claims |= {claim.claim: claim.verdict for claim in section.claims}
     assert len(claims) > 20 and claims.items() <= reported.items()
 
 

@@ -21,7 +21,7 @@ TONE = np.sin(2 * np.pi * 40 * np.arange(RATE) / RATE)
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, monkeypatch, capsys, in_this_process):
     """Run a tiny audio experiment on WAV files of tmp_path/in: exit status, and its errors."""
     tiny = replace(audio.AUDIO, sizes={"quick": TINY})
     monkeypatch.setattr(audio, "AUDIO", tiny)
@@ -65,10 +65,10 @@ def test_parts_of_the_samples_are_disjoint_and_the_best_constant_is_at_1(encodin
 def test_fits_lie_next_to_the_record_and_have_its_errors(run, tmp_path):
     assert run(tone=wav(TONE[::-1].copy()), other=wav(TONE))[0] == 0
     experiment, unit = audio.recorded(tmp_path / "in"), frame.Unit("tone-fourier", 0)
-    record = frame.path_of(tmp_path / "out" / "quick", experiment, unit)
+    job = frame.Job(tmp_path / "out" / "quick", experiment, "quick", unit)
     task = audio.as_task(audio.read(tmp_path / "in" / "tone.wav"), "fourier", 0)
-    for trained in frame.load(record, experiment, experiment.sizes["quick"]).result.networks:
-        rate, samples = wavfile.read(record.with_name(f"{unit}-{trained.name}.wav"))
+    for trained in job.record.result.networks:
+        rate, samples = wavfile.read(job.path.with_name(f"{unit}-{trained.name}.wav"))
         fit = torch.from_numpy(samples / 32767 * float(task.y.abs().max()))
         assert rate == audio.RATE
         assert task.errors(lambda _, fit=fit: fit) == pytest.approx(
@@ -79,7 +79,7 @@ def test_fits_lie_next_to_the_record_and_have_its_errors(run, tmp_path):
     assert pickle.loads(pickle.dumps(experiment)).units(TINY) == experiment.units(TINY)  # as other processes get it
 
     status, told = run(tone=wav(2 * TONE))  # another sound of that name
-    assert status == 1 and "other sizes" in told
+    assert status == 1 and "was begun with recordings" in told
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_fits_lie_next_to_the_record_and_have_its_errors(run, tmp_path):
     ],
 )
 def test_sound_that_cannot_be_fitted_is_an_error_before_any_work(content, told, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(frame, "measure", lambda *_: pytest.fail("a unit is measured"))
+    monkeypatch.setattr(frame.Job, "start", lambda *_: pytest.fail("a unit is measured"))
     status, error = run(**({} if content is None else {"sound": content}))
     assert status == 1 and str(tmp_path / "in") in error and told in error
 
 
 def test_without_recordings_a_chirp_is_fitted_and_the_report_says_so(monkeypatch):
     monkeypatch.setattr(audio, "RATE", 400)
-    results = {unit: audio.measure(None, TINY, unit) for unit in audio.units(TINY)}
+    results = {unit: audio.measure(TINY, unit) for unit in audio.units(TINY)}
     assert [unit.task for unit in results] == ["chirp-plain", "chirp-fourier"]
     assert "chirp (drawn)" in audio.section(TINY, results).text

@@ -77,9 +77,7 @@ def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypa
     assert separation.main([*arguments, "--runs", str(tmp_path)]) == 0
     experiment = saliency.of_runs(tmp_path, tmp_path)
     (unit,) = pickle.loads(pickle.dumps(experiment)).units(TINY)  # as other processes get it
-    record = frame.load(
-        frame.path_of(tmp_path / "out" / "quick", experiment, unit), experiment, experiment.sizes["quick"]
-    )
+    record = frame.Job(tmp_path / "out" / "quick", experiment, "quick", unit).record
     runs = {run.result.arm: run for run in map(RunDirectory, tmp_path.glob("shapes-*"))}
     assert record.result.images == 20 and [arm.name for arm in record.result.arms] == ["explicit", "deq-jfb"]
     for arm in record.result.arms:
@@ -91,7 +89,7 @@ def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypa
 
 
 def test_without_runs_small_networks_are_trained_and_the_report_says_so():
-    results = {unit: saliency.measure({}, None, TINY, unit) for unit in saliency.units((), TINY)}
+    results = {unit: saliency.measure(TINY, unit) for unit in saliency.units(TINY)}
     found = saliency.section(TINY, results)
     assert "trained here on drawn shapes" in found.text and len(found.claims) == 2
     assert [row["arm"] for row in found.tables[0].rows] == list(saliency.DRAWN_ARMS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from nc_study.config import ARMS, Experiment, SettingsError, arm_options, settings_from
+from nc_study.config import ARMS, Experiment, arm_options, settings_from
+from runs.options import SettingsError
 
 
 @pytest.mark.parametrize(

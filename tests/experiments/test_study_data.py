@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from nc_study import data
-from nc_study.config import StudyError, settings_from
+from nc_study.config import settings_from
 from nc_study.data import Source, class_sizes, crop_and_flip, find_source, load, select_images
 from nc_study.shapes import draw_shapes
+from runs.options import StudyError
 from study_helpers import CPU, shapes_data
 from torchvision.datasets import CIFAR10, CIFAR100, utils
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from nc_study.moments import moments
-from nc_study.rundir import read_arrays
+from runs.files import read_arrays
 from study_helpers import folder_of
 
 UNIT = 2.0**-24  # rounding to float32

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 import study as script
 from nc_study import protocol
-from nc_study.config import CLASSES, StudyError, settings_from
+from nc_study.config import CLASSES, settings_from
 from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, RECIPE_B, TUNED, choose, counts, runs, trials, tuned
-from nc_study.record import RunResult, read_record, to_json
 from nc_study.reporting.verdicts import BANDS
+from nc_study.rundir import RunDirectory
 from nc_study.scheduler import plan
+from runs.files import to_json
+from runs.options import StudyError
 from study_helpers import EXPERIMENTS, made_up_result, made_up_trials
 
 AMENDMENT = "## Amendment of 2026-11-25"
@@ -109,7 +111,7 @@ def test_trials_are_run_recorded_and_read_by_the_reports(tmp_path, monkeypatch):
     assert script.main(["--tune", "--out", str(tmp_path / "runs")]) == 1
     written = msgspec.json.decode((tmp_path / "tuning.json").read_bytes(), type=protocol.Tuning)
     (path,) = (tmp_path / "runs").glob("*/result.json")
-    result = read_record(RunResult, path)
+    result = RunDirectory(path.parent).result
     assert result.settings.evaluate == "validation" and to_json(result)
     assert [trial.overall for trial in written.trials] == [None, result.network.quantity("overall")]
     assert tuned() == {"explicit": {"lr": 0.1, "weight_decay": 5e-4, "scale": 1.0}}

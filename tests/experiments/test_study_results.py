@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 from nc_study.config import BOTH, Setting, settings_from
 from nc_study.paper import INCONSISTENT, PAPER, on_cifar, settings_of
-from nc_study.record import Accuracy, RunResult, Spread, from_json, to_json
+from nc_study.record import Accuracy, RunResult, Spread
 from nc_study.results import network_result, report
+from runs.files import to_json
 from study_helpers import made_up_epoch, made_up_result, made_up_settings
 
 
@@ -57,13 +59,13 @@ def test_a_network_is_summed_up_over_its_last_ten_epochs():
     [("bf16", True, "instructions"), ("bf16", False, "float32 kernels"), ("fp32", False, None)],
 )
 def test_a_record_says_how_products_of_bfloat16_were_computed(precision, native, said, monkeypatch):
-    monkeypatch.setattr("nc_study.results.multiplies_bf16", lambda: native)
+    monkeypatch.setattr("runs.provenance.multiplies_bf16", lambda: native)
     result = made_up_result(made_up_settings(precision=precision))
     assert result.machine.bf16 == said
-    read = from_json(RunResult, to_json(result))
+    read = msgspec.json.decode(to_json(result), type=RunResult)
     assert read == result
     old = to_json(result).replace(f',"bf16":{json.dumps(said)}'.encode(), b"")
-    assert from_json(RunResult, old).machine.bf16 is None, "a record from before"
+    assert msgspec.json.decode(old, type=RunResult).machine.bf16 is None, "a record from before"
 
 
 def test_no_record_holds_a_nan():

@@ -7,8 +7,9 @@ import os
 import numpy as np
 import pytest
 import torch
-from nc_study.config import StudyError
-from nc_study.rundir import RunDirectory, read_arrays
+from nc_study.rundir import RunDirectory
+from runs.files import locked, read_arrays
+from runs.options import StudyError
 from study_helpers import made_up_epoch, made_up_settings
 
 
@@ -50,7 +51,7 @@ def test_what_was_saved_after_the_checkpoint_is_dropped(run):
         file.write('{"epoch": 4, "te')
     assert run.epochs == lines[:3]
     run.cut(2)
-    with pytest.raises(StudyError, match="epochs.jsonl lacks lines of the 3 epochs that are done"):
+    with pytest.raises(StudyError, match="epochs.jsonl lacks lines of the 3 finished epochs"):
         run.cut(3)
     run.append(lines[2])
     assert run.epochs == lines[:3] and len((run.path / "epochs.jsonl").read_text().splitlines()) == 3
@@ -70,7 +71,7 @@ def test_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(run)
     run.start(made_up_settings())
     run.start(made_up_settings(lr=0.3))  # nothing has been trained yet
     run.save({"epoch": 1})
-    with pytest.raises(StudyError, match="holds an unfinished run of this kind: --resume goes on"):
+    with pytest.raises(StudyError, match="holds a run of these settings: --resume goes on"):
         run.start(made_up_settings(lr=0.3))
     run.start(made_up_settings(lr=0.3, resume=True, out="elsewhere", data_root="elsewhere", threads=2))
     with pytest.raises(StudyError, match="was begun with --lr 0.3, not 0.1"):
@@ -92,7 +93,7 @@ def test_a_run_that_cannot_be_read_is_not_gone_on_with(run, content, message):
 
 
 def test_a_second_process_is_kept_out(run):
-    with run.locked(), pytest.raises(StudyError, match="another process"), RunDirectory(run.path).locked():
+    with locked(run.path), pytest.raises(StudyError, match="another process"), locked(run.path):
         pass
-    with run.locked():
+    with locked(run.path):
         pass

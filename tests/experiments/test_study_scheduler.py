@@ -9,9 +9,10 @@ import time
 import pytest
 import study as script
 from nc_study import scheduler
-from nc_study.config import as_arguments, parse
+from nc_study.config import parse
 from nc_study.rundir import RunDirectory
 from nc_study.scheduler import gpus_of
+from runs.options import as_arguments
 from study_helpers import STUDY, folder_of
 
 ONE_EPOCH = [*STUDY, "--epochs", "1", "--no-report"]
@@ -81,17 +82,17 @@ def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path, monkeypat
     arguments = [*STUDY, "--epochs", "400", "--no-report", "--out", str(tmp_path)]
     log, end = tmp_path / folder_of("--epochs", "400") / "epochs.jsonl", time.monotonic() + 120
 
-    def interrupted(futures):
-        while not (log.exists() and log.stat().st_size):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        signal.raise_signal(signal.SIGTERM)
-        yield from futures
+    def interrupted(seconds):
+        sleep(seconds)
+        assert time.monotonic() < end
+        if log.exists() and log.stat().st_size:
+            signal.raise_signal(signal.SIGTERM)
 
+    sleep = time.sleep
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "as_completed", interrupted)
+        patch.setattr("runs.processes.time.sleep", interrupted)
         assert script.main(arguments) == 130
-    assert "this goes on with them" in capsys.readouterr().err
+    assert "this command continues" in capsys.readouterr().err
     done = log.read_text().count("\n")
     time.sleep(0.5)
     assert 1 <= log.read_text().count("\n") == done < 400  # no process continues in the background

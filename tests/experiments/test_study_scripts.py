@@ -12,9 +12,9 @@ import pytest
 import torch
 from harness import trained
 from nc_study.cli import main
-from nc_study.record import RunResult, read_record
-from nc_study.rundir import read_arrays
+from nc_study.rundir import RunDirectory
 from nc_study.training import Trainer
+from runs.files import read_arrays
 from study_helpers import KILLED, TINY, assert_same, folder_of, full_disk, python, run_script
 
 import deqfast
@@ -48,7 +48,7 @@ def whole(tmp_path_factory):
 def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     out, printed = whole
     lines = printed.splitlines()
-    explicit, result = (read_record(RunResult, out / name / "result.json") for name in RUNS)
+    explicit, result = (RunDirectory(out / name).result for name in RUNS)
     assert result.train_images_per_class == (30,) * 3 + (3,) * 7
     assert (explicit.arm, result.arm) == ("explicit", "deq-jfb") and explicit.network.solver is None
     assert result.network.solver.iterations > 1
@@ -145,7 +145,7 @@ def test_a_finished_run_is_printed_again_and_never_overwritten(study, whole):
     folder, printed = whole
     before, out = files(), ("--out", str(folder))
     status, _, errors = study(*out)
-    assert status == 1 and "holds a finished run of this kind: --resume" in errors
+    assert status == 1 and "holds a run of these settings: --resume" in errors
     status, again, _ = study(*out, "--resume")
     assert status == 0 and again.partition("Test accuracy")[2] == printed.partition("Test accuracy")[2] != ""
     assert files() == before

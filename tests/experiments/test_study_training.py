@@ -10,8 +10,9 @@ import pytest
 import torch
 from nc_study import training
 from nc_study.analysis import shown_features
-from nc_study.config import StudyError, settings_from
+from nc_study.config import settings_from
 from nc_study.training import Inference, SolverTally, Trainer, accuracies, describe, learning_rate, usable
+from runs.options import StudyError
 from study_helpers import CPU, assert_same, float64, shapes_data
 from tqdm import tqdm
 

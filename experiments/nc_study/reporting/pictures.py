@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from runs.files import read_arrays
 
 from .. import figures
 from ..config import ARMS, Setting
 from ..paper import COURSES, PAPER
-from ..rundir import read_arrays
 from .runs import Group
 from .tables import broken
 from .verdicts import estimate

@@ -7,11 +7,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from runs.files import prepare_out, write_atomically
+
 from ..figures import png
 from ..paper import PAPER, TABLES
 from ..protocol import CLAIMS, PRECISION_POINTS, PRIMARY, TRIAL_SETTING, counts, tuning
 from ..record import AVERAGED
-from ..rundir import prepare_out, write_atomically
 from . import tables
 from .document import TEMPLATES, Source, narrow, render, to_html
 from .pictures import pictures

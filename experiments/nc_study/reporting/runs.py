@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runs.options import StudyError, flag_of
+
 from .. import paper, protocol
-from ..config import Experiment, Setting, StudyError, flag_of
+from ..config import Experiment, Setting
 from ..record import NetworkResult, RunResult
 from ..rundir import RunDirectory
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+from runs.files import read_arrays
 
 from deqfast.metrics import ClassGeometry, class_geometry
 
@@ -16,7 +17,7 @@ from ..figures import ARMS
 from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import FRESH, GRID, PRIMARY, TUNED, Tuning
 from ..record import COLLAPSE, GROUPS, LATE, NetworkResult, Number, Spread
-from ..rundir import RunDirectory, read_arrays
+from ..rundir import RunDirectory
 from .runs import Group, Run, apart, identity
 from .verdicts import NOTHING, Judgement, differences, shown
 

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import pyplot as plt
-from runs import Options, Outcome, Run, StudyError, main, option
+from models.frame import Example, Options, Outcome, Run, descend, main
+from runs.options import StudyError, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line(Options):
+    all_arms = ("one", "other")
+
     lr: float = option("training", "rate", 0.1, above=0.0)
 
 
@@ -24,11 +27,9 @@ def train(run: Run) -> Outcome:
     for step in run.steps(4, model=model, optimizer=optimizer):
         x = torch.randn(8, 1)
         loss = (model(x) - 2 * x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.log.append({"step": step, "drawn": float(x.sum())})
-    return Outcome(model, "lines", {"weight": model.weight.item()}, {"log": run.log})
+        descend(loss, optimizer)
+        run.rows.append({"step": step, "drawn": float(x.sum())})
+    return Outcome(model, "lines", {"weight": model.weight.item()}, {"log": run.rows})
 
 
 def draw(records: Any) -> Any:
@@ -38,7 +39,8 @@ def draw(records: Any) -> Any:
 
 
 def call(tmp_path, *arguments: str) -> int:
-    return main("Lines.", Line, ("one", "other"), train, draw, ["--out", str(tmp_path), "--jobs", "1", *arguments])
+    example = Example(Line, train, draw, lambda _: None)
+    return main("lines", "Lines.", example, ["--out", str(tmp_path), "--jobs", "1", *arguments])
 
 
 def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
@@ -57,11 +59,11 @@ def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
 
 
 def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, cut_off):
-    whole = train(Run(Line(), tmp_path, "whole", 3))
-    cut_off(lambda: train(Run(Line(), tmp_path, "cut", 3)))
-    again = Run(Line(), tmp_path, "cut", 3)
+    whole = train(Run(train, Line(), tmp_path, "whole", 3))
+    cut_off(lambda: train(Run(train, Line(), tmp_path, "cut", 3)))
+    again = Run(train, Line(), tmp_path, "cut", 3)
     train(again)
-    assert again.log == whole.shown["log"]
+    assert again.rows == whole.shown["log"]
     again.checkpoint.write_bytes(b"\x80damaged")
     with pytest.raises(StudyError, match="cut-seed3.ckpt is damaged"):
         train(again)

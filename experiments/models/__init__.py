@@ -1,0 +1,1 @@
+"""Known models as fixed points, one module each, next to explicit twins."""

@@ -1,0 +1,253 @@
+"""Frame of the example models: arms under several seeds, a process each, resumed after a kill; a table and a figure."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+import torch
+from matplotlib.figure import Figure
+from nc_study.figures import png
+from nc_study.models import count_parameters
+from runs import processes
+from runs.files import check_same, prepare_out, read_record, read_state, to_json, write_atomically, write_state
+from runs.options import Checked, SettingsError, StudyError, flag_of, option, parsed
+from runs.provenance import Recorded, provenance
+from runs.script import how_to_go_on, told
+from tabulate import tabulate
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from deqfast._checks import did_you_mean
+
+SECONDS_BETWEEN_CHECKPOINTS = 60.0
+REMEDY = "remove it to repeat the run"
+EXECUTION = {"seeds", "arms", "jobs", "out", "resume", "data_root"}  # these do not change the outcome of one run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Checked):
+    """Options of every model, which adds its own."""
+
+    all_arms: ClassVar[tuple[str, ...]] = ()
+
+    seeds: int = option("runs", "seeds of every arm, from 0", 3, minimum=1)
+    arms: str = option("runs", "arms to train, with commas between; all: each of them", "all", metavar="A,B")
+    data_root: str | None = option(
+        "data", "folder (or file) of the real data; off: the model's own are made", None, metavar="PATH"
+    )
+    jobs: int = option("runs", "runs at a time, with a thread each", os.cpu_count() or 1, minimum=1)
+    out: str | None = option(
+        "runs", "folder for records, weights, table, figure; off: runs/ and the model's name", None, metavar="DIR"
+    )
+    resume: bool = option("runs", "continue the runs in --out, and keep finished ones as they are", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unknown := [one for one in self.chosen if one not in self.all_arms]:
+            raise SettingsError(
+                f"--arms {unknown[0]}: one of all, {', '.join(self.all_arms)}{did_you_mean(unknown[0], self.all_arms)}"
+            )
+
+    @property
+    def chosen(self) -> list[str]:
+        """Arms to train."""
+        return list(self.all_arms if self.arms == "all" else dict.fromkeys(self.arms.split(",")))
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """Options that decide the outcome of a run."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in EXECUTION}
+
+
+@dataclass(frozen=True)
+class Record(Recorded):
+    """File of a finished run. The table has the `scores`, the figure draws what is in `shown`."""
+
+    arm: str
+    seed: int
+    data: str
+    options: dict[str, Any]
+    scores: dict[str, float]
+    shown: dict[str, Any]
+    parameters: int
+    minutes: float
+    peak_memory: int  # bytes, of the whole process
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of training an arm. `data` names the training data."""
+
+    model: torch.nn.Module
+    data: str
+    scores: dict[str, float]
+    shown: dict[str, Any]
+
+
+class Run(processes.Run):
+    """One arm under one seed, as its training function sees it."""
+
+    def __init__(self, train: Callable[[Run], Outcome], options: Any, folder: Path, arm: str, seed: int) -> None:
+        super().__init__(folder / f"{arm}-seed{seed}.json")
+        self.train, self.options, self.arm, self.seed = train, options, arm, seed
+        self.checkpoint = self.path.with_suffix(".ckpt")
+        self.minutes = 0.0
+        self.rows: list[dict[str, float]] = []
+        """Measurements during the training; a checkpoint contains them."""
+
+    @property
+    def record(self) -> Record:
+        """Record of the finished run. Raises StudyError if it cannot be read."""
+        return read_record(self.path, Record, REMEDY)
+
+    def outcome(self) -> str:
+        """First score of the finished run. Raises StudyError if its record cannot be read."""
+        name, score = next(iter(self.record.scores.items()))
+        return f"{name} {score:.4g}"
+
+    def check(self) -> None:
+        """Raise StudyError if the run was begun with other options, or is not to be resumed."""
+        if self.finished:
+            before = self.record.options
+        elif state := read_state(self.checkpoint):
+            before = state["options"]
+        else:
+            return
+        old, new = ({flag_of(name): one[name] for name in one} for one in (before, self.options.deciding))
+        check_same(self.path, old, new, self.options.resume)
+
+    def measure(self) -> None:
+        """Train an arm, write the weights and the record."""
+        torch.manual_seed(self.seed)
+        outcome = self.train(self)
+        record = Record(
+            arm=self.arm,
+            seed=self.seed,
+            data=outcome.data,
+            options=self.options.deciding,
+            scores=outcome.scores,
+            shown=outcome.shown,
+            parameters=count_parameters(outcome.model),
+            minutes=round(self.minutes, 2),
+            peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            **provenance(1, "cpu"),
+        )
+        write_state(self.path.with_suffix(".pt"), outcome.model.state_dict())
+        write_atomically(self.path, to_json(record))
+        self.checkpoint.unlink(missing_ok=True)
+
+    def steps(self, total: int, **kept: Any) -> Iterator[int]:
+        """Yield the remaining steps, with a progress bar. Once a minute a checkpoint saves the `kept` states.
+
+        Every step seeds torch's generator, so that a resumed run draws the same numbers as an uninterrupted one.
+        """
+        first, saved = self._restore(kept), time.monotonic()
+        label = f"{self.arm}, seed {self.seed}"
+        bar = tqdm(range(first, total), label, total, initial=first, position=1 + self.slot, leave=False, disable=None)
+        for step in bar:
+            torch.manual_seed(self.seed * 1_000_003 + step)
+            yield step
+            if self.rows:
+                last = {name: f"{value:.4g}" for name, value in self.rows[-1].items() if name != "step"}
+                bar.set_postfix(last, refresh=False)
+            now = time.monotonic()
+            if now - saved >= SECONDS_BETWEEN_CHECKPOINTS:
+                self.minutes += (now - saved) / 60
+                saved = now
+                self._save(step + 1, kept)
+        self.minutes += (time.monotonic() - saved) / 60
+
+    def _save(self, step: int, kept: Mapping[str, Any]) -> None:
+        state = {name: one.state_dict() for name, one in kept.items()}
+        state |= {"step": step, "minutes": self.minutes, "log": self.rows, "options": self.options.deciding}
+        write_state(self.checkpoint, state)
+
+    def _restore(self, kept: Mapping[str, Any]) -> int:
+        if not (state := read_state(self.checkpoint)):
+            return 0
+        try:
+            for name, one in kept.items():
+                one.load_state_dict(state[name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise StudyError(f"{self.checkpoint} is of other code ({error}): {REMEDY}") from error
+        self.minutes, self.rows = state["minutes"], state["log"]
+        return int(state["step"])
+
+
+def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
+    """Take a step of the optimiser; `clip` bounds the norm of the gradient."""
+    optimizer.zero_grad()
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], clip)
+    optimizer.step()
+
+
+@dataclass(frozen=True)
+class Example:
+    """Example model: its options, the training of an arm, the figure of all runs. `check` reads the data before any
+    work."""
+
+    options: type[Options]
+    train: Callable[[Run], Outcome]
+    draw: Callable[[Sequence[Record]], Figure]
+    check: Callable[[Any], object]
+
+
+def main(name: str, description: str | None, example: Example, argv: Sequence[str] | None = None) -> int:
+    """Train the chosen arms and print the table. The exit status is 0, 1 for an error (a line each), 2 for bad
+    arguments, 130 after Ctrl-C."""
+    script, (first, second, *_) = f"model.py {name}", example.options.all_arms
+    examples = f"{script} --arms {first},{second} --seeds 1", f"{script} --out runs/{name} --resume"
+    options = parsed(example.options, description, examples, argv, f"{name} [options]")
+    folder = Path(options.out or f"runs/{name}")
+
+    def work() -> int:
+        prepare_out(folder)
+        example.check(options)
+        runs = [Run(example.train, options, folder, arm, s) for s in range(options.seeds) for arm in options.chosen]
+        for run in runs:
+            run.check()
+        failed = processes.run_all(runs, options.jobs)
+        if records := [run.record for run in runs if run not in failed]:
+            show(name, records, example.draw, folder)
+        return processes.tell_failed(script, failed)
+
+    return told(script, work, how_to_go_on("" if options.resume else " --resume"))
+
+
+def table(records: Sequence[Record]) -> str:
+    """Table of the arms in Markdown: means over seeds, with the range if there are several."""
+    rows = []
+    for arm in dict.fromkeys(record.arm for record in records):
+        mine = [record for record in records if record.arm == arm]
+        row: dict[str, Any] = {"arm": arm, "parameters": mine[0].parameters, "seeds": len(mine)}
+        names = dict.fromkeys(name for record in mine for name in record.scores)
+        row |= {name: spread([record.scores[name] for record in mine]) for name in names}
+        row |= {"minutes a run": spread([record.minutes for record in mine])}
+        row |= {"peak MB": f"{max(record.peak_memory for record in mine) / 1e6:.0f}"}
+        rows.append(row)
+    return tabulate(rows, headers="keys", tablefmt="github", missingval="–", disable_numparse=True)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean of some values, with the least and the largest."""
+    among = f" ({min(values):.4g} to {max(values):.4g})" if len(values) > 1 else ""
+    return f"{fmean(values):.4g}{among}"
+
+
+def show(name: str, records: Sequence[Record], draw: Callable[[Sequence[Record]], Figure], folder: Path) -> None:
+    """Write the figure and the table, and print the table."""
+    last = max(records, key=lambda record: record.finished)
+    where = f"{last.machine.cpu}, a thread a run, torch {last.versions['torch']}"
+    text = f"{table(records)}\n\n{last.data}; {where}; commit {last.commit}, {last.finished}\n"
+    write_atomically(folder / "table.md", text.encode())
+    write_atomically(folder / f"{name}.png", png(draw(records)))
+    print(f"{text}\ntable:  {folder / 'table.md'}\nfigure: {folder / f'{name}.png'}")

@@ -1,0 +1,1 @@
+"""Runs that are recorded and resumed: their options, files, records and processes."""

@@ -1,0 +1,126 @@
+"""Options as frozen dataclasses, checked, and the command line over them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+from .arguments import Parser, one_of
+
+KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
+LIMITS = {
+    "minimum": (operator.ge, "at least"),
+    "maximum": (operator.le, "at most"),
+    "above": (operator.gt, "more than"),
+    "below": (operator.lt, "less than"),
+}
+
+T = TypeVar("T")
+
+
+class StudyError(Exception):
+    """Error that the user can correct: printed as one line, without a traceback."""
+
+
+class SettingsError(StudyError, ValueError):
+    """Option with a value that makes no sense."""
+
+
+def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
+    """Field that is also a command-line option.
+
+    `checks`: choices, minimum, maximum, above and below (exclusive). A str without choices needs a `metavar` too.
+    """
+    return field(default=default, metadata={"group": group, "help": text, **checks})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Base of dataclasses of options. Raises SettingsError for a value that makes no sense."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            check_field(spec, getattr(self, spec.name))
+
+
+def check_field(spec: Field[Any], value: Any) -> None:
+    """Raise SettingsError if the field's `option` does not allow the value."""
+    checks, allowed = spec.metadata, ""
+    if value is None:
+        return
+    if value not in checks.get("choices", (value,)):
+        allowed = f"one of {', '.join(checks['choices'])}"
+    elif isinstance(value, float) and not math.isfinite(value):
+        allowed = "a finite number"
+    for name, (met, words) in LIMITS.items():
+        if not allowed and name in checks and not met(value, checks[name]):
+            allowed = f"{words} {checks[name]}"
+    if allowed:
+        raise SettingsError(f"{flag_of(spec.name)} {value}: {allowed}")
+
+
+def flag_of(name: str) -> str:
+    """Command-line option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def parsed(
+    kind: type[T],
+    description: str | None,
+    examples: Sequence[str],
+    argv: Sequence[str] | None,
+    usage: str = "[options]",
+) -> T:
+    """Options from a command line. A bad one ends the program with status 2 and a line that names it."""
+    parser = Parser(description, examples, usage)
+    add_options(parser, kind)
+    try:
+        return kind(**vars(parser.parse_args(argv)))
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    settings: type,
+    without: Collection[str] = (),
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Add the options of a dataclass of settings to the parser, except those in `without`. An option that is not given
+    is absent from the parser's result. `presets` has the values of fields without a default, by preset."""
+    groups: dict[str, Any] = {}
+    for spec in fields(settings):
+        if not spec.metadata or spec.name in without:
+            continue
+        name, kind = spec.metadata["group"], KINDS[spec.type.split()[0]]
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        if kind is bool:
+            taken: dict[str, Any] = {"action": "store_true"}
+        elif "choices" in spec.metadata:
+            taken = {"choices": spec.metadata["choices"], "type": one_of(spec.metadata["choices"])}
+        else:
+            metavar = spec.metadata["metavar"] if kind is str else kind.__name__.upper()
+            taken = {"type": kind, "metavar": metavar}
+        if spec.default is MISSING:
+            default = ", ".join(f"{preset}: {values[spec.name]}" for preset, values in (presets or {}).items())
+        else:
+            default = f"default: {'off' if spec.default is None or spec.default is False else spec.default}"
+        text = f"{spec.metadata['help']} ({default})".replace("%", "%%")
+        group.add_argument(flag_of(spec.name), default=argparse.SUPPRESS, help=text, **taken)
+
+
+def as_arguments(given: Mapping[str, Any]) -> list[str]:
+    """Command line for these settings; a switch is either on or absent."""
+    words = []
+    for name, value in given.items():
+        words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
+    return words
+
+
+def by_flag(options: Any) -> dict[str, Any]:
+    """Values of a dataclass: of its options by flag, of other fields by name."""
+    return {flag_of(spec.name) if spec.metadata else spec.name: getattr(options, spec.name) for spec in fields(options)}
