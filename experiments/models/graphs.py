@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs.options import StudyError, option
 from torch import Tensor, nn
@@ -254,21 +255,31 @@ def measured(model: Network, problem: Problem, log: list[dict[str, float]]) -> t
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Accuracy and evaluations against the length of chains; of other graphs the losses."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    """Accuracy and evaluations against the length of chains; of other graphs the losses.
+
+    A line is the mean over the seeds, and its band goes from the smallest to the largest.
+    """
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     chained = "by length" in records[0].shown
     across, upwards = ("nodes", "right at the last node in %") if chained else ("step", "training loss")
-    for record in records:
-        index, log = ARMS.index(record.arm), record.shown["log"]
-        look: dict[str, Any] = {"color": f"C{index}", "lw": max(4 - index, 1), "marker": "o" if chained else None}
-        steps = LENGTHS if chained else range(len(log))
-        course = record.shown["by length"] if chained else [row["loss"] for row in log]
-        axes[0].plot(steps, course, label=record.arm if record.seed == 0 else None, ms=max(12 - 4 * index, 3), **look)
-        if record.arm == "deq":
-            axes[1].plot(steps, record.shown["iterations"] if chained else [row["evaluations"] for row in log], **look)
+
+    def band(axis: Axes, arm: str, courses: list[list[float]]) -> None:
+        seeds = np.array(courses)
+        steps = LENGTHS if chained else range(seeds.shape[1])
+        colour, marker = (f"C{ARMS.index(arm)}", "osD^"[ARMS.index(arm)]) if chained else (f"C{ARMS.index(arm)}", None)
+        axis.plot(steps, seeds.mean(0), color=colour, marker=marker, label=f"{arm}, {len(seeds)} seeds")
+        axis.fill_between(steps, seeds.min(0), seeds.max(0), color=colour, alpha=0.15, lw=0)
+
+    for arm in ARMS:
+        shown = [record.shown for record in records if record.arm == arm]
+        if shown:
+            band(axes[0], arm, [one["by length"] if chained else [row["loss"] for row in one["log"]] for one in shown])
+        if shown and arm == "deq":
+            rows = [one["iterations"] if chained else [row["evaluations"] for row in one["log"]] for one in shown]
+            band(axes[1], arm, rows)
     axes[0].set(xlabel=across, ylabel=upwards)
     axes[1].set(xlabel=across, ylabel="evaluations of the DEQ")
-    axes[0].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize="small", ncols=4, loc="outside lower center")
     return figure
 
 
