@@ -58,7 +58,7 @@ def read_record(path: Path, kind: type[T], remedy: str, version: int = 1) -> T:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays by name as one compressed .npz, atomically."""
     content = io.BytesIO()
-    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # a name might be that of an argument; none is
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # no name is an argument's
     write_atomically(path, content.getvalue())
 
 
@@ -134,6 +134,6 @@ def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], re
             )
     if not resume:
         raise StudyError(
-            f"{path} holds a run of these settings: --resume goes on with it (or shows its results again), "
+            f"{path} holds a run of these settings: --resume continues it (or shows its results again), "
             "another --out starts a new one"
         )
