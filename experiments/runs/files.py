@@ -58,7 +58,7 @@ def read_record(path: Path, kind: type[T], remedy: str, version: int = 1) -> T:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays by name as one compressed .npz, atomically."""
     content = io.BytesIO()
-    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # a name might equal an argument's; none does
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # no name is an argument's
     write_atomically(path, content.getvalue())
 
 

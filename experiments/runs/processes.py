@@ -91,7 +91,7 @@ def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
         def conclude(run: R, failure: str | None) -> None:
             try:
                 outcome = f"FAILED, {failure}" if failure else run.outcome()
-            except StudyError as error:  # a record that cannot be read is a failure of this run only
+            except StudyError as error:  # a record that cannot be read fails only this run
                 failure, outcome = str(error), f"FAILED, {error}"
             failed.update({run: failure} if failure else {})
             left = len(waiting) + len(at_work)

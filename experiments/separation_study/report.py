@@ -43,7 +43,7 @@ def _sections(text: str) -> dict[str, str]:
 
 
 def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:
-    """Draw an experiment's figures, and return what the template shows of it: None if no unit is finished."""
+    """Draw the figures of an experiment; return the values for the template, or None if no unit is finished."""
     jobs = jobs_of(folder, experiment, preset)
     records = {job.unit: job.record for job in jobs if job.finished}
     if not records:

@@ -50,7 +50,7 @@ def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
     assert torch.load(tmp_path / "one-seed0.pt", weights_only=True)["weight"].item() == record["scores"]["weight"]
     assert (tmp_path / "table.md").read_text().count("| one ") == 1 and list(tmp_path.glob("*.png"))
     assert call(tmp_path, "--seeds", "1", "--arms", "one") == 1
-    assert "--resume goes on" in capsys.readouterr().err
+    assert "--resume continues it" in capsys.readouterr().err
     assert call(tmp_path, "--seeds", "1", "--arms", "one", "--resume", "--lr", "0.2") == 1
     assert "--lr 0.1, not 0.2" in capsys.readouterr().err
     before = (tmp_path / "one-seed0.json").read_bytes()

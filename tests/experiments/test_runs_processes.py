@@ -13,7 +13,7 @@ from runs.processes import Run, run_all, tell_failed
 
 
 class Writing(Run):
-    """Run that writes a record, fails, or is killed."""
+    """Run that writes its record, or fails in the way that its name says."""
 
     def measure(self):
         time.sleep(0.2)
@@ -21,7 +21,7 @@ class Writing(Run):
             case "told":
                 raise StudyError("there is no data")
             case "broken":
-                raise ZeroDivisionError("a reason")
+                raise ZeroDivisionError("a bug")
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "long":
@@ -40,7 +40,7 @@ def test_a_run_that_fails_stops_no_other_and_says_why(tmp_path, capsys):
     failed = run_all(runs, 2)
     assert {str(run): why for run, why in failed.items()} == {
         "told": "told: error: there is no data",
-        "broken": "ZeroDivisionError: a reason",
+        "broken": "ZeroDivisionError: a bug",
         "killed": "ended by SIGKILL (out of memory?)",
         "empty": "exit status 0",
     }

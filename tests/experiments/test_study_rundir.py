@@ -71,7 +71,7 @@ def test_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(run)
     run.start(made_up_settings())
     run.start(made_up_settings(lr=0.3))  # nothing has been trained yet
     run.save({"epoch": 1})
-    with pytest.raises(StudyError, match="holds a run of these settings: --resume goes on"):
+    with pytest.raises(StudyError, match="holds a run of these settings: --resume continues it"):
         run.start(made_up_settings(lr=0.3))
     run.start(made_up_settings(lr=0.3, resume=True, out="elsewhere", data_root="elsewhere", threads=2))
     with pytest.raises(StudyError, match="was begun with --lr 0.3, not 0.1"):
