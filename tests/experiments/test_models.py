@@ -12,21 +12,24 @@ import model
 import numpy as np
 import pytest
 import torch
-from models import cells, frame, graphs, images, restoration, sudoku, text
+from models import cells, flipflop, frame, graphs, images, restoration, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
 from runs.options import StudyError, parsed
 from study_helpers import EXPERIMENTS
 
+import deqfast
 from deqfast.testing import after_solve, rounding
 
 GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
+FLIPFLOP = flipflop.FlipFlop(bits=1, width=4, steps=3, batch_size=2, length=5, starts=6, descents=3)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
 SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "starts": 2, "width": 4, "batch_size": 2}
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
 SCRIPTS = {  # with small options, a score and its range, and a score that only solves have
     "cells": (cells, cells.Cells(epochs=1, images=16, batch=8, width=4, features=4), ("accuracy", 0, 100), "converged"),
+    "flipflop": (flipflop, FLIPFLOP, ("points", 0, 30), "starts converged, %"),
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
@@ -54,7 +57,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         run.measure()
     records = [run.record for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
-    solved = ("deq", "deq-regularised", *cells.ARMS, *["explicit-parameters"] * (name == "sudoku"))
+    solved = ("deq", "deq-regularised", *cells.ARMS, *flipflop.ARMS, *["explicit-parameters"] * (name == "sudoku"))
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
     frame.show(name, records, script.EXAMPLE.draw, tmp_path)
     shown = capsys.readouterr().out
@@ -76,6 +79,22 @@ def test_a_run_that_was_cut_off_counts_all_evaluations(name, given, tmp_path, cu
     whole = train()
     cut_off(train)
     assert (tmp_path / "deq-seed0.ckpt").exists() and train() == pytest.approx(whole)
+
+
+def test_a_descent_and_anderson_find_the_points_of_a_known_step(monkeypatch):
+    """h <- tanh(2 h), of which 0 is unstable and the two others are stable."""
+    options = flipflop.FlipFlop(width=1, descents=2000)
+    model = flipflop.Memory(options).double()
+    monkeypatch.setattr(model, "step", lambda states: torch.tanh(2 * states))
+    starts = torch.linspace(-1.1, 1.1, 23, dtype=torch.float64)[:, None]
+    ends = flipflop.descended(model, starts, options)
+    found = [
+        deqfast.find_fixed_points(model.step, one, deqfast.Anderson(1e-8, 100, atol=1e-8)) for one in (starts, ends)
+    ]
+    for one in found:
+        assert len(one.value) == 3 and int(one.stable.sum()) == 2
+    gaps = (ends - found[0].value.flatten()).abs().min(dim=1).values
+    assert float(gaps.max()) < 1e-3
 
 
 def test_the_commands_of_the_pages_are_understood():
