@@ -1,9 +1,10 @@
-"""What the site adds to the pages: figures of the repository, the table of refusals, links to the API.
+"""What the site adds to the pages: the repository's address, its figures, the table of refusals, links to the API.
 
 Pages link to figures by their paths in the repository, so that they show there too.
 """
 
 import re
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ OUTSIDE = re.compile(r"\]\((\.\./[^)\s]+\.(?:png|gif))\)")
 PARTS = re.compile(r"^```.*?^```|^#[^\n]*|!?\[[^\]]*\]\([^)]*\)|`(?:deqfast\.)?([\w.]+)(?:\([^`\n]*\))?`", re.M | re.S)
 UNIT = re.compile(r"(?<=\d) (?=(?:ms|µs|s|h|MB|GB|dB)\b|%)")
 AMBIGUOUS = {"Cell", "State", "DEQ", "fixed_point"}  # also names of other things: linked only as deqfast.NAME
+
+
+def on_config(config: Any) -> Any:
+    """Link the repository, whose address is in pyproject.toml."""
+    urls = dict(url.split(", ") for url in metadata("deqfast").get_all("Project-URL") or [])
+    config.repo_url = urls["Repository"]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
