@@ -24,7 +24,7 @@ AMBIGUOUS = {"Cell", "State", "DEQ", "fixed_point"}  # also names of other thing
 def on_config(config: Any) -> Any:
     """Link the repository, whose address is in pyproject.toml."""
     urls = dict(url.split(", ") for url in metadata("deqfast").get_all("Project-URL") or [])
-    config.repo_url = urls["Repository"]
+    config.repo_url, config.repo_name = urls["Repository"], "GitHub"
     return config
 
 
