@@ -4,8 +4,8 @@ A GRU of --width units learns the flip-flop task: pulses of +1 and -1 set --bits
 Then all inputs are zero, and states that it has visited are the starts of a search for h = GRU(0, h).
 anderson: deqfast.find_fixed_points. gradient-descent: Adam on |GRU(0, h) - h|^2 / 2 of every start, the usual way; its
 rate falls to 0 along a cosine. Both count a result with a relative residual of at most --tol.
-A network of n bits can be expected to have 3^n points: 2^n stable ones, the memories, and saddles between them. Both
-arms of a seed have the same network and starts.
+A symmetric network of n bits has 3^n points: 2^n stable ones, the memories, and saddles between them. Both arms of a
+seed have the same network and starts.
 Source: Sussillo and Barak, Neural Computation 2013.
 """
 
@@ -130,7 +130,7 @@ def draw(records: Sequence[Record]) -> Figure:
                 "s": 40 + 40 * directions,
                 "facecolors": f"C{directions}" if not directions else "none",
             }
-            label = "stable" if not directions else f"{directions} unstable directions"
+            label = "stable" if not directions else f"unstable directions: {directions}"
             second = own[:, min(1, own.shape[1] - 1)]
             axis.scatter(own[:, 0], second, edgecolors=f"C{directions}", label=label, **look)
         axis.set(title=f"{record.arm}: {len(bits)} points", xlabel="first bit", ylabel="second bit")
