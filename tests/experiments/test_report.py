@@ -99,7 +99,7 @@ def test_the_documentation_says_what_the_committed_results_do():
         f"those of its own cell evaluated once (centred NC2 {claims['N3'].shown})",
         f"the DEQ lost {-as_tuned:.1f} points at {tuned['setting']}.",
         f"With the DEQ's rate and decay the explicit network loses {-moved:.1f}.",
-        f"{len(known['not_run'])} of the 20 settings lack such a pair.",
+        f"{len(known['not_run'])} of the 20 settings lack a pair of DEQ and explicit network.",
         f"often miss a difference below {claims['A1'].found.detectable(0.05):.1f} points",
     ]
     assert not [sentence for sentence in said if sentence not in readme]

@@ -170,4 +170,4 @@ def conclusions(found: Mapping[str, str]) -> list[str]:
             "The normalised ending makes long-tailed classification better; that the equilibrium does is not shown."
         )
     nearer = "brings" if {"N1", "N3", "N4"} <= held else "is not shown to bring"
-    return [better, f"Its equilibrium {nearer} the features nearer to the ETF than those three have them."]
+    return [better, f"Its equilibrium {nearer} the features nearer to the ETF than all three of them have theirs."]
