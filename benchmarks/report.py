@@ -226,7 +226,7 @@ def layers(results: Results) -> Table:
     for name, runs in results.cases("training").items():
         line = case_line(name, runs, "ms_min")
         short = {"training step": name} | {column: line[column] for column in ("deqfast", PEER, "gain over torchdeq")}
-        for record in results.on_gpu(True):
+        for record in sorted(results.on_gpu(True), key=lambda one: one.date):
             gains = [row["gains"][PEER] for row in record.rows if (row["case"], row["provider"]) == (name, "cuda")]
             short |= {f"gain, {record.machine['gpu']}": span(gains)} if gains else {}
         lines.append(short)

@@ -87,7 +87,7 @@ def find_fixed_points(
 
     Args:
         f: map of (B, ...) to the same shape, which treats each sample by itself.
-        starts: (B, ...) floating point. In float64 the points are found to 1e-8, else to 1e-5.
+        starts: (B, ...) float64 or float32. In float64 the points are found to 1e-8, in float32 to 1e-5.
         solver: as for ``solve``. None: ``Anderson`` of these relative tolerances and 1,000 evaluations. Its `atol` is
             the same for a point near 0, relative to the mean length of the starts.
         kernel: as for ``solve``.
@@ -98,7 +98,7 @@ def find_fixed_points(
         FixedPoints, none of them if no start converged.
 
     Raises:
-        TypeError, ValueError: `distance` is not above 0; `starts` is not real floating point; else as ``solve``.
+        TypeError, ValueError: `distance` is not above 0; `starts` is not such a tensor; else as ``solve``.
 
     Examples:
         >>> found = deqfast.find_fixed_points(torch.cos, torch.rand(8, 1, dtype=torch.float64))
@@ -106,11 +106,12 @@ def find_fixed_points(
         ([0.739085], [8])
     """
     check_number("distance", distance, 0.0, low_open=True)
-    if not (isinstance(starts, Tensor) and starts.is_floating_point()):
-        raise TypeError(f"starts must be a real floating-point tensor (B, ...), got {_described(starts)}")
+    if not (isinstance(starts, Tensor) and starts.dtype in (torch.float32, torch.float64) and starts.dim()):
+        raise TypeError(f"starts must be a float32 or float64 tensor (B, ...), got {_described(starts)}")
     if solver is None:
         rtol = 1e-8 if starts.dtype == torch.float64 else 1e-5
-        length = float(starts.flatten(1).norm(dim=1).mean()) if len(starts) else 0.0
+        lengths = _rows(starts).norm(dim=1)
+        length = float(lengths[lengths.isfinite()].mean().nan_to_num())  # solve refuses a start that is not finite
         solver = Anderson(rtol, max_iter=1000, atol=rtol * length)
     solution = solve(f, starts, as_solver(solver), kernel)
     chosen = _distinct(solution, distance)
@@ -129,12 +130,12 @@ def _distinct(solution: Solution, distance: float) -> list[tuple[int, int]]:
     """For each point: its result of least residual, and how many results are that point; the most frequent first."""
     index = solution.converged.nonzero()[:, 0]
     left = index[solution.residual[index].argsort(stable=True)]
-    lengths = solution.value[left].flatten(1).norm(dim=1)
+    values = _rows(solution.value)
+    lengths = values[left].norm(dim=1)
     radius = distance * float(lengths.max()) if len(left) else 0.0
     found = []
     while len(left):
-        results = solution.value[left].flatten(1)
-        near = (results - results[0]).norm(dim=1) <= radius
+        near = (values[left] - values[left[0]]).norm(dim=1) <= radius
         found.append((int(left[0]), int(near.sum())))
         left = left[~near]
     return sorted(found, key=lambda point: -point[1])
@@ -145,16 +146,21 @@ def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         z = points.clone().requires_grad_()
         value = f(z)
-    flat, rows = torch.zeros_like(points).flatten(1), []
+    flat, rows = _rows(torch.zeros_like(points)), []
     for i in range(flat.shape[1]):
         unit = flat.clone()
         unit[:, i] = 1
         (product,) = vjp([value], [z], [unit.view_as(points)])
-        rows.append(flat if product is None else product.flatten(1))
+        rows.append(flat if product is None else _rows(product))
     jacobian = torch.stack(rows, dim=1) if rows else points.new_zeros(len(points), 0, 0)
     found = torch.linalg.eigvals(jacobian)
     return found.gather(1, found.abs().argsort(dim=1, descending=True))
 
 
 def _described(value: object) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Tensor (B, D) with the numbers of each sample in a row."""
+    return tensor.reshape(len(tensor), tensor[:1].numel() if len(tensor) else tensor.shape[1:].numel())

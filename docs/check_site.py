@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -134,8 +136,8 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
-def seen(site: Path, browser: str) -> list[str]:
-    """A sentence for each fault that shows in the browser."""
+def seen(site: Path, browser: str) -> list[str] | None:
+    """A sentence for each fault that shows in the browser; None if the browser ends by itself."""
     pages = [str(path.relative_to(site)) for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
     found: Queue[list[str]] = Queue()
     handler = type("Here", (Handler,), {"pages": pages, "found": found})
@@ -146,6 +148,7 @@ def seen(site: Path, browser: str) -> list[str]:
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
+            "--disable-dev-shm-usage",  # which is small in containers
             "--window-size=1300,950",
             f"--user-data-dir={profile}",
         ]
@@ -155,12 +158,16 @@ def seen(site: Path, browser: str) -> list[str]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        end = time.monotonic() + SECONDS
         try:
-            return found.get(timeout=SECONDS)
-        except Empty:
-            return [f"{browser} has not looked at {len(pages)} pages in {SECONDS} s"]
+            while process.poll() is None:
+                with suppress(Empty):
+                    return found.get(timeout=1)
+                if time.monotonic() > end:
+                    return [f"{browser} has not looked at {len(pages)} pages in {SECONDS} s"]
+            return None
         finally:
-            process.terminate()
+            process.kill()
             process.wait()
             server.shutdown()
 
@@ -173,10 +180,11 @@ def main(argv: Sequence[str]) -> None:
         parser.error(f"{site}: no index.html there")
     faults = broken_links(site)
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser:
-        faults += seen(site, browser)
-    else:
-        print(f"Only the links were checked: none of {', '.join(BROWSERS)} is installed.")
+    looked = seen(site, browser) if browser else None
+    if looked is None:
+        reason = f"{browser} does not run here" if browser else f"none of {', '.join(BROWSERS)} is installed"
+        print(f"Only the links were checked: {reason}.")
+    faults += looked or []
     if faults:
         sys.exit("\n".join(faults))
     print("The site has no faults.")

@@ -22,7 +22,7 @@ AMBIGUOUS = {"Cell", "State", "DEQ", "fixed_point"}  # also names of other thing
 
 
 def on_config(config: Any) -> Any:
-    """Link the repository, whose address is in pyproject.toml."""
+    """Link the repository, by the address in the metadata of the installed deqfast."""
     urls = dict(url.split(", ") for url in metadata("deqfast").get_all("Project-URL") or [])
     config.repo_url, config.repo_name = urls["Repository"], "GitHub"
     return config

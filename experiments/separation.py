@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs.files import prepare_out
+from runs.files import locked, prepare_out
 from runs.options import Checked, option, parsed
 from runs.processes import run_all, tell_failed
 from runs.script import how_to_go_on, told
@@ -82,7 +82,8 @@ def study(options: Options) -> int:
     for job in jobs:
         if job.finished:
             job.outcome()  # an error now rather than after all the others
-    failed = run_all(jobs, options.jobs)
+    with locked(folder):
+        failed = run_all(jobs, options.jobs)
     # On all experiments, so that they can be run one by one; which recordings and runs there are, the options say.
     print(f"report: {report.write(experiments.values(), options.preset, folder)}")
     return tell_failed("separation.py", failed)

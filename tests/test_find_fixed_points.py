@@ -73,6 +73,11 @@ def test_a_constant_map_has_one_point_without_slope():
     assert len(found.value) == 1 and not bool(found.eigenvalues.abs().any()) and bool(found.stable.all())
 
 
+def test_numbers_by_themselves_are_samples():
+    found = deqfast.find_fixed_points(torch.cos, torch.rand(4, dtype=FP64))
+    assert found.value.shape == (1,) and found.eigenvalues.shape == (1, 1) and bool(found.stable)
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (4, 0)])
 def test_empty_batches_and_states(shape):
     found = deqfast.find_fixed_points(torch.cos, torch.zeros(shape))
@@ -90,7 +95,10 @@ def test_without_eigenvalues_stability_is_refused():
     ("given", "error", "said"),
     [
         ({"distance": 0.0}, ValueError, "distance must be finite and greater than 0"),
-        ({"starts": torch.zeros(3, 2, dtype=torch.int64)}, TypeError, "starts must be a real floating-point tensor"),
+        ({"starts": torch.zeros(3, 2, dtype=torch.int64)}, TypeError, "starts must be a float32 or float64 tensor"),
+        ({"starts": torch.zeros(3, 2, dtype=torch.bfloat16)}, TypeError, "got torch.bfloat16 of shape (3, 2)"),
+        ({"starts": torch.tensor(1.0)}, TypeError, "got torch.float32 of shape ()"),
+        ({"starts": torch.tensor([[torch.nan], [1.0]])}, ValueError, "z0 must be finite"),
         ({"starts": [[1.0]]}, TypeError, "got [[1.0]]"),
         ({"solver": "newton"}, ValueError, "solver must be"),
     ],

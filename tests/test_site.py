@@ -57,6 +57,8 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, link: str) -> None:
 def test_a_fault_in_the_browser_is_named(tmp_path: Path, content: str, fault: str | None) -> None:
     assert BROWSER is not None
     found = check_site.seen(site_of(tmp_path, content), BROWSER)
+    if found is None:
+        pytest.skip(f"{BROWSER} does not run here")
     if fault is None:
         assert found == []
     else:

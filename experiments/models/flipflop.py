@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from runs.options import option
+from runs.options import StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -96,6 +96,7 @@ def train(run: Run) -> Outcome:
         solver = deqfast.Anderson(options.tol, max_iter=1)
     found = deqfast.find_fixed_points(model.step, ends, solver)
     seconds = time.perf_counter() - begun
+    run.minutes += seconds / 60
     scores = {
         "points": len(found.value),
         "stable": int(found.stable.sum()),
@@ -134,13 +135,16 @@ def draw(records: Sequence[Record]) -> Figure:
             second = own[:, min(1, own.shape[1] - 1)]
             axis.scatter(own[:, 0], second, edgecolors=f"C{directions}", label=label, **look)
         axis.set(title=f"{record.arm}: {len(bits)} points", xlabel="first bit", ylabel="second bit")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize="small", ncols=4, loc="outside lower center")
+    known = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    names = sorted(known, key=lambda name: (name != "stable", name))
+    figure.legend([known[name] for name in names], names, fontsize="small", ncols=4, loc="outside lower center")
     return figure
 
 
-def load(_: FlipFlop) -> None:
-    """Nothing is read: the task is drawn."""
+def load(options: FlipFlop) -> None:
+    """Raise StudyError for a --data-root: the task is drawn."""
+    if options.data_root is not None:
+        raise StudyError(f"--data-root {options.data_root}: flipflop draws its task, and reads no data")
 
 
 EXAMPLE = Example(FlipFlop, train, draw, load)

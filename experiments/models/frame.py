@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from nc_study.figures import png
 from nc_study.models import count_parameters
 from runs import processes
-from runs.files import check_same, prepare_out, read_record, read_state, to_json, write_atomically, write_state
+from runs.files import check_same, locked, prepare_out, read_record, read_state, to_json, write_atomically, write_state
 from runs.options import Checked, SettingsError, StudyError, flag_of, option, parsed
 from runs.provenance import Recorded, provenance
 from runs.script import how_to_go_on, told
@@ -28,7 +28,7 @@ from deqfast._checks import did_you_mean
 
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
 REMEDY = "remove it to repeat the run"
-EXECUTION = {"seeds", "arms", "jobs", "out", "resume", "data_root"}  # these do not change the outcome of one run
+EXECUTION = {"seeds", "arms", "jobs", "out", "resume"}  # these do not change the outcome of one run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,8 @@ class Options(Checked):
     @property
     def deciding(self) -> dict[str, Any]:
         """Options that decide the outcome of a run."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in EXECUTION}
+        own = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in EXECUTION}
+        return own | {"data_root": "absent" if self.data_root is None else "given"}
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Run(processes.Run):
             before = state["options"]
         else:
             return
+        before = {"data_root": self.options.deciding["data_root"]} | before  # records of earlier versions lack it
         old, new = ({flag_of(name): one[name] for name in one} for one in (before, self.options.deciding))
         check_same(self.path, old, new, self.options.resume)
 
@@ -215,7 +217,8 @@ def main(name: str, description: str | None, example: Example, argv: Sequence[st
         runs = [Run(example.train, options, folder, arm, s) for s in range(options.seeds) for arm in options.chosen]
         for run in runs:
             run.check()
-        failed = processes.run_all(runs, options.jobs)
+        with locked(folder):
+            failed = processes.run_all(runs, options.jobs)
         if records := [run.record for run in runs if run not in failed]:
             show(name, records, example.draw, folder)
         return processes.tell_failed(script, failed)

@@ -32,8 +32,10 @@ class Spawned(SpawnProcess):
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process inherits
-        self.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            self.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
         """Exit status; None while it works."""
@@ -172,8 +174,8 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in held.items():
             signal.signal(number, handler)
-    if came:
-        signal.raise_signal(came[0])
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _stop(children: Sequence[Child]) -> None:
