@@ -48,7 +48,8 @@ import deqfast
 from deqfast import _extension
 from deqfast.testing import records
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 # Files that recordings and their report write: they do not change what is measured.
 WRITTEN = (
     "benchmarks/baselines",
@@ -57,7 +58,7 @@ WRITTEN = (
     "README.md",
     "docs/pages",
 )
-SETUP = Path(__file__).resolve().parents[2] / "setup.py"
+SETUP = ROOT / "setup.py"
 NO_SETUPTOOLS = "of which sources the extensions were built cannot be told without setuptools: pip install setuptools"
 Row = dict[str, Any]
 
@@ -146,5 +147,5 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "triton": triton,
         "deqfast": deqfast.__version__,
         "commit": commit(),
-        "kernels": {name: str(state) for name, state in deqfast.backends().items()},
+        "kernels": {name: str(state).replace(str(ROOT), ".") for name, state in deqfast.backends().items()},
     }
