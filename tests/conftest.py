@@ -41,14 +41,19 @@ if SEED := int(os.environ.get("DEQFAST_TEST_SEED", "0")):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the suite in two processes if no tests are named; -n and --pdb decide otherwise.
+    """Run the suite in two processes if no tests are named; -n, --pdb and --trace decide otherwise.
 
     Not in `addopts`: benchmarks must have the machine for themselves, and for a few tests the workers cost more than
     they save.
     """
     option = config.option
     whole = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
-    if whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
+    if (
+        whole
+        and config.pluginmanager.hasplugin("xdist")
+        and option.numprocesses is None
+        and not (option.usepdb or option.trace)
+    ):
         option.numprocesses, option.dist = 2, "worksteal"
 
 

@@ -88,6 +88,8 @@ def read_state(path: Path) -> dict[str, Any] | None:
                 raise ValueError(f"checksum of {changed} is wrong")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
+    except OSError as error:
+        raise StudyError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise StudyError(

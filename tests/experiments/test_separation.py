@@ -332,7 +332,7 @@ def test_the_page_says_what_the_committed_verdicts_are():
     page = " ".join((root / "docs/pages/separation.md").read_text().split())
     expected = {
         "**Here this does not hold**": ("the maps of deq-implicit are broader than those of explicit", FAILS),
-        "their errors cannot be told apart": (
+        "their errors do not differ measurably": (
             "k1: trained, the DEQ's error is below the FNN's at equal parameters",
             OPEN,
         ),
