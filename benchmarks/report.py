@@ -233,6 +233,12 @@ def layers(results: Results) -> Table:
     return Table("", lines)
 
 
+def trained_on(results: Results) -> list[str]:
+    """Where the gains of the layers on GPUs come from: a line for each of their records."""
+    records = [one for one in results.on_gpu(True) if any(row["section"] == "training" for row in one.rows)]
+    return [f"{one.machine['gpu']}: kernel `cuda`, torch {one.machine['torch']}; commit {one.when}." for one in records]
+
+
 def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
     """Line of a case; `time`: the column of its rows that is shown, as the median of several runs."""
 
@@ -386,7 +392,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
         "targets": told.lines(),
         "solvers": [*solves.lines(names=SOLVERS), "", results.origin("solves")],
         "solvers in short": [*solves.lines(few, SOLVERS), "", results.origin("solves")],
-        "layers in short": [*layers(results).lines(names=LAYERS), "", results.origin("training")],
+        "layers in short": [*layers(results).lines(names=LAYERS), "", results.origin("training"), *trained_on(results)],
         "residual and machine": [*residual.lines(), "", results.origin("residual")],
         "gradients": gradients(results).lines(),
         "options": [*headed(options(results)).lines(COUNTED, OPTIONS), "", results.origin("options")],
