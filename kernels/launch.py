@@ -81,7 +81,7 @@ class Plans:
         self._plans: dict[Hashable, Plan] = {}
 
     def run(self, a: Any, *choices: Hashable) -> None:
-        """Run the step of `a`; besides the state's layout, a plan depends on the `choices`, values of `a`."""
+        """Run the step of `a`. A plan depends on the state's layout and on the `choices`, values of `a`."""
         z = a.z
         offsets = [address % ALIGNMENT for address in map(Tensor.data_ptr, self._tensors(a))]
         key = (*choices, *offsets, z.shape, z.dtype, z.device)

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]  # argparse has overloads
         """Return the arguments; a wrong one ends the program with status 2 and a line that names it."""
         given, unknown = self.parse_known_args(args, namespace)
         if unknown:

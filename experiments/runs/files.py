@@ -113,7 +113,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Make the folder, and refuse a second process while this one works there. A kill releases the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115
+        lock = open(folder / ".lock", "w")  # noqa: SIM115  # `with lock` below closes it
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise StudyError(f"{folder}: another process is working on this run") from error

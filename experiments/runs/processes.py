@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -45,10 +46,10 @@ class Spawned(SpawnProcess):
 Child = subprocess.Popen[bytes] | Spawned
 
 
-class Run:
+class Run(ABC):
     """Piece of work with a record in a file of its own, which is written last; str() is its name.
 
-    A subclass defines `measure` and `outcome`. `slot` numbers the jobs that run at a time.
+    A subclass defines `outcome`, and `measure` or a `start` of its own. `slot` numbers the jobs that run at a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,11 +70,11 @@ class Run:
 
     def measure(self) -> None:
         """Do the work and write the record."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines neither measure nor start")
 
+    @abstractmethod
     def outcome(self) -> str:
         """Result of the finished run in a few words. Raises StudyError if its record cannot be read."""
-        raise NotImplementedError
 
 
 R = TypeVar("R", bound=Run)

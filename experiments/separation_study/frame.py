@@ -117,7 +117,7 @@ class Job(Run):
     @property
     def record(self) -> Record:
         """Record of the unit. Raises StudyError if it is damaged, or has other sizes or another version."""
-        kind: Any = Record[self.experiment.result]  # type: ignore[name-defined]
+        kind: Any = Record[self.experiment.result]  # type: ignore[name-defined]  # known at run time only
         found: Record = read_record(self.path, kind, REMEDY, FORMAT)
         check_same(self.path, found.sizes, msgspec.json.decode(to_json(self.sizes)))
         return found
