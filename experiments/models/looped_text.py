@@ -54,9 +54,9 @@ class LoopedText(TextOptions):
 
     all_arms = ARMS
 
-    width: int = option("model", "features of a character", 64, minimum=8)
+    width: int = option("model", "features of a character", 32, minimum=8)
     lr: float = option("training", "largest learning rate of AdamW, falling to a tenth", 3e-3, above=0.0)
-    budget: int = option("training", "applications of a block to a batch", 10_000, minimum=1)
+    budget: int = option("training", "applications of a block to a batch", 6_000, minimum=1)
     weight: float = option("training", "weight of the added loss, of arms that have one", 0.1, above=0.0)
 
 
