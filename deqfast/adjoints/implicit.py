@@ -64,7 +64,7 @@ class Implicit(Adjoint):
             of the loss changes nothing. None: ``Broyden(rtol=1e-6, max_iter=100)``, for every forward solver.
 
     Raises:
-        ValueError: `solver` is not a solver or a solver's name, or has an absolute tolerance.
+        ValueError: `solver` is not a solver or a solver's name, or has an absolute tolerance or a `mixing_fn`.
 
     Examples:
         >>> adjoint = deqfast.Implicit(deqfast.Anderson(rtol=1e-5, max_iter=30))
@@ -80,10 +80,10 @@ class Implicit(Adjoint):
         if self.solver is not None:
             solver = as_solver(self.solver)
             object.__setattr__(self, "solver", solver)
-            if solver.atol or solver.mixing_fn is not None:
-                raise ValueError(
-                    f"the solver of Implicit must have a positive rtol, atol=0 and no mixing_fn, got {self.solver}"
-                )
+            if solver.atol:
+                raise ValueError(f"the solver of Implicit must have a positive rtol and atol=0, got {self.solver}")
+            if solver.mixing_fn is not None:
+                raise ValueError(f"the solver of Implicit must have no mixing_fn, which is for states, got {solver}")
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)
