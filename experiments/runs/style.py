@@ -1,0 +1,125 @@
+"""Style of all figures: colours, markers, sizes, type, and a figure as a PNG. Importing it sets matplotlib's defaults.
+
+The colours suit readers with any colour vision. Sources: Okabe and Ito, Color Universal Design, 2008; for ten classes
+Petroff, arXiv:2107.02270.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+WIDTH = 8.2  # inches; a page shows them on 780 pixels, so that letters of 9 points are 12 pixels high
+BLACK, GREY, BLUE, SKY = "#000000", "#777777", "#0072B2", "#56B4E9"
+GREEN, ORANGE, VERMILLION, PURPLE = "#009E73", "#E69F00", "#D55E00", "#CC79A7"
+CLASSES = matplotlib.color_sequences["petroff10"]
+LOOKS = {  # beginning of a name, in lower case: colour and marker. The plain DEQ has its own in all figures
+    "deq": (VERMILLION, "D"),
+    "deq-regularised": (PURPLE, "s"),
+    "deq from": (ORANGE, "P"),
+    "diagonal linear deq": (ORANGE, "P"),
+    "looped": (SKY, "v"),
+    "explicit": (BLUE, "o"),
+    "explicit-compute": (GREEN, "^"),
+    "explicit-norm": (SKY, "v"),
+    "once": (GREEN, "^"),
+    "perceptron": (GREY, "X"),
+    "fnn": (BLUE, "o"),
+    "fnn, 3 hidden": (GREEN, "^"),
+    "fnn, equal flops": (GREEN, "^"),
+    "diagonal network": (BLUE, "o"),
+    "recording": (BLACK, ""),
+    "implicit": (VERMILLION, "D"),
+    "jfb": (PURPLE, "s"),
+    "phantom": (ORANGE, "P"),
+    "unrolled": (GREY, "X"),
+    "neumann": (GREEN, "^"),
+    "shine": (SKY, "v"),
+    "reversible": (BLUE, "o"),
+    "anderson": (BLUE, "o"),
+    "broyden": (VERMILLION, "D"),
+    "picard": (GREEN, "^"),
+}
+LOOKS |= {f"deq{to}{name}": LOOKS[name] for name in ("implicit", "jfb", "phantom", "unrolled") for to in ("-", ", ")}
+
+matplotlib.use("Agg")  # no window, on any machine
+plt.rcParams.update(
+    {
+        "axes.grid": True,
+        "axes.prop_cycle": plt.cycler(color=[BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, GREY]),
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlesize": "medium",
+        "figure.constrained_layout.h_pad": 0.06,
+        "figure.constrained_layout.use": True,
+        "figure.constrained_layout.w_pad": 0.06,
+        "figure.titlesize": "medium",
+        "font.size": 9,
+        "grid.alpha": 0.3,
+        "legend.frameon": False,
+        "lines.markersize": 4,
+        "savefig.dpi": 150,
+        "xtick.labelsize": "small",
+        "ytick.labelsize": "small",
+    }
+)
+
+
+def look(name: str) -> dict[str, Any]:
+    """Colour and marker of an arm, a network, a gradient or a solver, as matplotlib's arguments.
+
+    Raises KeyError if no entry of LOOKS begins its name.
+    """
+    own = max((known for known in LOOKS if name.lower().startswith(known)), key=len, default=None)
+    if own is None:
+        raise KeyError(f"{name}: add its colour and marker to LOOKS")
+    return dict(zip(("color", "marker"), LOOKS[own], strict=True))
+
+
+def panels(rows: int = 1, columns: int = 1, height: float = 2.6, **shared: Any) -> tuple[Figure, np.ndarray]:
+    """Figure of a page's width with axes (rows, columns); `height` of a row in inches, without the legend below."""
+    return plt.subplots(rows, columns, figsize=(WIDTH, height * rows + 0.4), squeeze=False, **shared)
+
+
+def band(axis: Axes, x: Sequence[float], seeds: Any, **line: Any) -> None:
+    """Draw the mean of seeds (S, N) against x (N,), and a band from the smallest to the largest."""
+    values = np.asarray(seeds, dtype=float)
+    axis.plot(x, values.mean(0), **line)
+    axis.fill_between(x, values.min(0), values.max(0), color=line["color"], alpha=0.15, lw=0)
+
+
+def legend(figure: Figure, columns: int = 4, **more: Any) -> None:
+    """Explain all lines below the panels, each label once."""
+    found = [axis.get_legend_handles_labels() for axis in figure.axes]
+    known = {label: handle for handles, labels in found for handle, label in zip(handles, labels, strict=True)}
+    figure.legend([*known.values()], [*known], loc="outside lower center", ncols=columns, **more)
+
+
+def decimal(axis: Axis) -> None:
+    """Label 1, 2 and 5 of every decade of a logarithmic axis by decimal numbers."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
+
+
+def png(figure: Figure, **text: str) -> bytes:
+    """PNG of at most 256 colours with some entries of text; the same figure gives the same bytes. Closes the figure."""
+    content, small, entries = io.BytesIO(), io.BytesIO(), PngInfo()
+    figure.savefig(content, format="png", metadata={"Software": None})
+    plt.close(figure)
+    for name, value in text.items():
+        entries.add_text(name, value)
+    picture = Image.open(content).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    picture.save(small, "PNG", optimize=True, pnginfo=entries)
+    return small.getvalue()
