@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -29,10 +29,15 @@ LOOKS = {  # beginning of a name, in lower case: colour and marker. The plain DE
     "deq-regularised": (PURPLE, "s"),
     "deq from": (ORANGE, "P"),
     "diagonal linear deq": (ORANGE, "P"),
+    "residual": (VERMILLION, "D"),
+    "subhomogeneous": (ORANGE, "P"),
+    "subhomogeneous-connected": (GREEN, "^"),
+    "monotone": (PURPLE, "s"),
     "looped": (SKY, "v"),
     "explicit": (BLUE, "o"),
     "explicit-compute": (GREEN, "^"),
     "explicit-norm": (SKY, "v"),
+    "explicit-connected": (SKY, "v"),
     "once": (GREEN, "^"),
     "perceptron": (GREY, "X"),
     "fnn": (BLUE, "o"),
@@ -87,9 +92,15 @@ def look(name: str) -> dict[str, Any]:
     return dict(zip(("color", "marker"), LOOKS[own], strict=True))
 
 
+def page(height: float) -> Figure:
+    """Empty figure of a page's width and of a height in inches."""
+    return plt.figure(figsize=(WIDTH, height))
+
+
 def panels(rows: int = 1, columns: int = 1, height: float = 2.6, **shared: Any) -> tuple[Figure, np.ndarray]:
     """Figure of a page's width with axes (rows, columns); `height` of a row in inches, without the legend below."""
-    return plt.subplots(rows, columns, figsize=(WIDTH, height * rows + 0.4), squeeze=False, **shared)
+    figure = page(height * rows + 0.4)
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
 
 def band(axis: Axes, x: Sequence[float], seeds: Any, **line: Any) -> None:
@@ -99,7 +110,7 @@ def band(axis: Axes, x: Sequence[float], seeds: Any, **line: Any) -> None:
     axis.fill_between(x, values.min(0), values.max(0), color=line["color"], alpha=0.15, lw=0)
 
 
-def legend(figure: Figure, columns: int = 4, **more: Any) -> None:
+def legend(figure: FigureBase, columns: int = 4, **more: Any) -> None:
     """Explain all lines below the panels, each label once."""
     found = [axis.get_legend_handles_labels() for axis in figure.axes]
     known = {label: handle for handles, labels in found for handle, label in zip(handles, labels, strict=True)}
