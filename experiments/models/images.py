@@ -278,7 +278,7 @@ def draw(records: Sequence[Record]) -> Figure:
             if name in logs[0][0]:
                 seeds = [[row[name] for row in log] for log in logs]
                 style.band(axis, [unit * epoch for epoch in epochs], seeds, label=arm, **style.look(arm))
-    labels = ("epochs × median minutes of an epoch", "epoch", "epoch")
+    labels = ("minutes (epochs × median)", "epoch", "epoch")
     for axis, across, name in zip(axes, labels, ("validation accuracy in %", *names[1:]), strict=True):
         axis.set(xlabel=across, ylabel=name)
         axis.xaxis.get_major_locator().set_params(integer=True)

@@ -287,7 +287,7 @@ def draw_passage(axis: Axes, passage: str, residuals: Sequence[Sequence[float]])
     )
     axis.set_xticks(range(len(passage)), [SIGNS.get(one, one) for one in passage])
     axis.set(ylabel="evaluation", title="residual of every character of a validation passage")
-    axis.grid(False)
+    style.bare(axis)
     axis.figure.colorbar(picture, ax=axis, label="log10, relative")
 
 

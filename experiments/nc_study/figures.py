@@ -152,7 +152,7 @@ def features_figure(
         border = np.searchsorted(labels, majority) - 0.5
         below.axhline(border, color="black", lw=1)
         below.axvline(border, color="black", lw=1)
-        below.grid(False)
+        style.bare(below)
         below.set(xlabel="image, by class")
     axes[1, 0].set_ylabel("image, by class")
     figure.colorbar(picture, ax=axes[1], label="cosine of two features")
@@ -171,3 +171,4 @@ def _embedding(axis: Axes, features: np.ndarray, tenths: np.ndarray, majority: i
         marker = "^" if tenth < majority else "v"
         axis.scatter(x, y, s=10, color=colour, marker=marker, alpha=0.7, lw=0, label=tenth)
     axis.set(xticks=[], yticks=[])
+    style.bare(axis)

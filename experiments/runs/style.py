@@ -117,6 +117,12 @@ def legend(figure: FigureBase, columns: int = 4, **more: Any) -> None:
     figure.legend([*known.values()], [*known], loc="outside lower center", ncols=columns, **more)
 
 
+def bare(axis: Axes) -> None:
+    """Leave out grid and spines, which would cover an image."""
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
+
+
 def decimal(axis: Axis) -> None:
     """Label 1, 2 and 5 of every decade of a logarithmic axis by decimal numbers."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
