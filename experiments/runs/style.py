@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -24,72 +24,38 @@ WIDTH = 8.2  # inches; a page shows them on 780 pixels, so that letters of 9 poi
 BLACK, GREY, BLUE, SKY = "#000000", "#777777", "#0072B2", "#56B4E9"
 GREEN, ORANGE, VERMILLION, PURPLE = "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 CLASSES = matplotlib.color_sequences["petroff10"]
-LOOKS = {  # beginning of a name, in lower case: colour and marker. The plain DEQ has its own in all figures
-    "deq": (VERMILLION, "D"),
-    "deq-regularised": (PURPLE, "s"),
-    "deq from": (ORANGE, "P"),
-    "diagonal linear deq": (ORANGE, "P"),
-    "residual": (VERMILLION, "D"),
-    "subhomogeneous": (ORANGE, "P"),
-    "subhomogeneous-connected": (GREEN, "^"),
-    "monotone": (PURPLE, "s"),
-    "looped": (SKY, "v"),
-    "explicit": (BLUE, "o"),
-    "explicit-compute": (GREEN, "^"),
-    "explicit-norm": (SKY, "v"),
-    "explicit-connected": (SKY, "v"),
-    "once": (GREEN, "^"),
-    "perceptron": (GREY, "X"),
-    "fnn": (BLUE, "o"),
-    "fnn, 3 hidden": (GREEN, "^"),
-    "fnn, equal flops": (GREEN, "^"),
-    "diagonal network": (BLUE, "o"),
-    "recording": (BLACK, ""),
-    "implicit": (VERMILLION, "D"),
-    "jfb": (PURPLE, "s"),
-    "phantom": (ORANGE, "P"),
-    "unrolled": (GREY, "X"),
-    "neumann": (GREEN, "^"),
-    "shine": (SKY, "v"),
-    "reversible": (BLUE, "o"),
-    "anderson": (BLUE, "o"),
-    "broyden": (VERMILLION, "D"),
-    "picard": (GREEN, "^"),
+KINDS = {  # colour and marker: beginnings of names, in lower case; the DEQ itself looks the same in all figures
+    (VERMILLION, "D"): ("deq", "residual", "implicit", "broyden"),
+    (PURPLE, "s"): ("deq-regularised", "deq-jfb", "deq, jfb", "jfb", "monotone"),
+    (ORANGE, "P"): ("deq-phantom", "deq from", "diagonal linear deq", "phantom", "subhomogeneous"),
+    (BLUE, "o"): ("explicit", "fnn", "diagonal network", "reversible", "anderson"),
+    (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "subhomogeneous-c", "neumann", "picard"),
+    (SKY, "v"): ("explicit-norm", "explicit-connected", "looped", "shine"),
+    (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled"),
+    (BLACK, ""): ("recording",),
 }
-LOOKS |= {f"deq{to}{name}": LOOKS[name] for name in ("implicit", "jfb", "phantom", "unrolled") for to in ("-", ", ")}
 
 matplotlib.use("Agg")  # no window, on any machine
-plt.rcParams.update(
-    {
-        "axes.grid": True,
-        "axes.prop_cycle": plt.cycler(color=[BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, GREY]),
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.titlesize": "medium",
-        "figure.constrained_layout.h_pad": 0.06,
-        "figure.constrained_layout.use": True,
-        "figure.constrained_layout.w_pad": 0.06,
-        "figure.titlesize": "medium",
-        "font.size": 9,
-        "grid.alpha": 0.3,
-        "legend.frameon": False,
-        "lines.markersize": 4,
-        "savefig.dpi": 150,
-        "xtick.labelsize": "small",
-        "ytick.labelsize": "small",
-    }
-)
+plt.rc("axes", grid=True, titlesize="medium")
+plt.rc("axes", prop_cycle=plt.cycler(color=[BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, GREY]))
+plt.rc("axes.spines", right=False, top=False)
+plt.rc("figure", titlesize="medium", labelsize="medium")
+plt.rc("figure.constrained_layout", use=True, h_pad=0.06, w_pad=0.06)
+plt.rc("font", size=9)
+plt.rc("grid", alpha=0.3)
+plt.rc("legend", frameon=False)
+plt.rc("lines", markersize=4)
+plt.rc("savefig", dpi=150)
+plt.rc("xtick", labelsize="small")
+plt.rc("ytick", labelsize="small")
 
 
 def look(name: str) -> dict[str, Any]:
-    """Colour and marker of an arm, a network, a gradient or a solver, as matplotlib's arguments.
-
-    Raises KeyError if no entry of LOOKS begins its name.
-    """
-    own = max((known for known in LOOKS if name.lower().startswith(known)), key=len, default=None)
-    if own is None:
-        raise KeyError(f"{name}: add its colour and marker to LOOKS")
-    return dict(zip(("color", "marker"), LOOKS[own], strict=True))
+    """Colour and marker of an arm, a network, a gradient or a solver. Raises KeyError for a name that KINDS lacks."""
+    known = {start: kind for kind, starts in KINDS.items() for start in starts if name.lower().startswith(start)}
+    if not known:
+        raise KeyError(f"{name}: add the beginning of its name to KINDS")
+    return dict(zip(("color", "marker"), known[max(known, key=len)], strict=True))
 
 
 def page(height: float) -> Figure:
@@ -110,7 +76,7 @@ def band(axis: Axes, x: Sequence[float], seeds: Any, **line: Any) -> None:
     axis.fill_between(x, values.min(0), values.max(0), color=line["color"], alpha=0.15, lw=0)
 
 
-def legend(figure: FigureBase, columns: int = 4, **more: Any) -> None:
+def legend(figure: Figure | SubFigure, columns: int = 4, **more: Any) -> None:
     """Explain all lines below the panels, each label once."""
     found = [axis.get_legend_handles_labels() for axis in figure.axes]
     known = {label: handle for handles, labels in found for handle, label in zip(handles, labels, strict=True)}

@@ -151,12 +151,11 @@ def _picture(found: list[Result]) -> Picture:
     for index, (row, network) in enumerate(zip(axes, found[0].networks, strict=True)):
         for axis, when in zip(row, ("before", "after"), strict=True):
             image = np.array([getattr(one.features[index], when) for one in found])
-            shown = axis.imshow(image / max(image.max(), 1e-12), vmin=0, vmax=1, aspect="auto", cmap="gray")
+            shown = axis.imshow(image / max(image.max(), 1e-12), vmin=0, vmax=1, aspect="auto")
             axis.set(title=f"{network.name}, {when} training", xticks=range(0, D, 5), yticks=range(len(found)))
             style.bare(axis)
         row[0].set_ylabel("seed")
-    for axis in axes[-1]:
-        axis.set_xlabel("feature")
+    figure.supxlabel("feature")
     figure.colorbar(shown, ax=axes, label="share of the largest")
     caption = "Mean magnitude of 20 features in units of the network's largest; darker is smaller. A row is a seed."
     return Picture("heatmap", "Feature heat maps", RECONSTRUCTION, caption, figure)

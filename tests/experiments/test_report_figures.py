@@ -30,12 +30,8 @@ def test_seeds_become_a_mean_and_a_band_and_networks_differ_in_more_than_colour(
     assert nc2.get_ylabel() == "NC2 centred" and nc2.lines[1].get_ydata()[-1] == pytest.approx(0.9)
     jfb = [line for line in accuracy.lines if line.get_marker() == "s" and line.get_linestyle() == "-"]
     assert list(jfb[0].get_ydata()) == pytest.approx([41.6, 41.7, 41.8, 41.9])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "explicit",
-        "DEQ, JFB",
-        "majority classes",
-        "minority classes",
-    ]
+    explained = ["explicit", "DEQ, JFB", "majority classes", "minority classes"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == explained
     assert len(accuracy.collections) == 6, "a band for each network and group of classes"
     assert list(nc1.lines[0].get_xdata()) == [2, 4] and nc1.get_yscale() == "log"
     assert {(line.get_color(), line.get_marker()) for line in nc2.lines} == {(style.BLUE, "o"), (style.PURPLE, "s")}
