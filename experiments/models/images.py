@@ -269,19 +269,17 @@ def draw(records: Sequence[Record]) -> Figure:
     suspended run does not stretch the axis.
     """
     figure, (axes,) = style.panels(1, 3)
-    names = ("accuracy", "spectral radius", "evaluations, training")
-    for arm in dict.fromkeys(record.arm for record in records):
-        logs = [record.shown["log"] for record in records if record.arm == arm]
-        cost = median(b - a for log in logs for a, b in pairwise([0.0, *(row["minutes"] for row in log)]))
-        epochs = range(1, len(logs[0]) + 1)
-        for axis, name, unit in zip(axes, names, (cost, 1, 1), strict=True):
+    for axis, name in zip(axes, ("accuracy", "spectral radius", "evaluations, training"), strict=True):
+        for arm in dict.fromkeys(record.arm for record in records):
+            logs = [record.shown["log"] for record in records if record.arm == arm]
+            minutes = median(b - a for log in logs for a, b in pairwise([0.0, *(row["minutes"] for row in log)]))
             if name in logs[0][0]:
+                places = [(minutes if name == "accuracy" else 1) * epoch for epoch in range(1, len(logs[0]) + 1)]
                 seeds = [[row[name] for row in log] for log in logs]
-                style.band(axis, [unit * epoch for epoch in epochs], seeds, label=arm, **style.look(arm))
-    labels = ("minutes (epochs × median)", "epoch", "epoch")
-    for axis, across, name in zip(axes, labels, ("validation accuracy in %", *names[1:]), strict=True):
-        axis.set(xlabel=across, ylabel=name)
+                style.band(axis, places, seeds, label=arm, **style.look(arm))
+        axis.set(xlabel="epoch", ylabel=name)
         axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set(xlabel="minutes (epochs × median)", ylabel="validation accuracy in %")
     axes[1].axhline(1.0, color=style.GREY, ls=":")
     style.legend(figure)
     return figure

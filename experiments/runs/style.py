@@ -30,7 +30,7 @@ KINDS = {  # colour and marker: beginnings of names, in lower case; the DEQ itse
     (ORANGE, "P"): ("deq-phantom", "deq from", "diagonal linear deq", "phantom", "subhomogeneous"),
     (BLUE, "o"): ("explicit", "fnn", "diagonal network", "reversible", "anderson"),
     (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "subhomogeneous-c", "neumann", "picard"),
-    (SKY, "v"): ("explicit-norm", "explicit-connected", "looped", "shine"),
+    (SKY, "v"): ("explicit-norm", "explicit-connected", "shine"),
     (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled"),
     (BLACK, ""): ("recording",),
 }
