@@ -80,8 +80,10 @@ class Implicit(Adjoint):
         if self.solver is not None:
             solver = as_solver(self.solver)
             object.__setattr__(self, "solver", solver)
-            if solver.atol:
-                raise ValueError(f"the solver of Implicit must have a positive rtol and atol=0, got {self.solver}")
+            if solver.atol or solver.mixing_fn is not None:
+                raise ValueError(
+                    f"the solver of Implicit must have a positive rtol, atol=0 and no mixing_fn, got {self.solver}"
+                )
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)

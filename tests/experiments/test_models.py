@@ -12,7 +12,7 @@ import model
 import numpy as np
 import pytest
 import torch
-from models import cells, flipflop, frame, graphs, images, restoration, sudoku, text
+from models import cells, flipflop, frame, graphs, images, restoration, scf, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
@@ -26,6 +26,7 @@ GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
 FLIPFLOP = flipflop.FlipFlop(bits=1, width=4, steps=3, batch_size=2, length=5, starts=6, descents=3)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
 SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "starts": 2, "width": 4, "batch_size": 2}
+SCF = scf.Scf(molecules=3, chains=2, atoms=8, evaluations=40, repeats=1)
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
 SCRIPTS = {  # with small options, a score and its range, and a score that only solves have
     "cells": (cells, cells.Cells(epochs=1, images=16, batch=8, width=4, features=4), ("accuracy", 0, 100), "converged"),
@@ -33,6 +34,7 @@ SCRIPTS = {  # with small options, a score and its range, and a score that only 
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
+    "scf": (scf, SCF, ("molecules: evaluations", 1, 40), "molecules: converged, %"),
     "sudoku": (sudoku, sudoku.Sudoku(size="4", **SUDOKU), ("boards, any start, %", 0, 100), "evaluations a solve"),
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
 }
@@ -57,7 +59,14 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         run.measure()
     records = [run.record for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
-    solved = ("deq", "deq-regularised", *cells.ARMS, *flipflop.ARMS, *["explicit-parameters"] * (name == "sudoku"))
+    solved = (
+        "deq",
+        "deq-regularised",
+        *cells.ARMS,
+        *flipflop.ARMS,
+        *scf.ARMS,
+        *["explicit-parameters"] * (name == "sudoku"),
+    )
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
     frame.show(name, records, script.EXAMPLE.draw, tmp_path)
     shown = capsys.readouterr().out
