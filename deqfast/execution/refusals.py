@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-_NO_SOLVER = dict.fromkeys(("drop_converged", "trace", "stop_fn", "cuda_graph", "compile"), "it runs no solver")
+_NO_SOLVER = dict.fromkeys(
+    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", "min_iter"), "it runs no solver"
+)
 _REPLAYS = "a graph replays the same work"
 _ONE_CODE = "its code is one loop for whole batches"
 _BY_VALUES = "its stages depend on values"
@@ -29,6 +31,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "sync_every": "its loop looks after every evaluation",
         "cuda_graph": "it serves CPUs",
         "Auto": _BY_VALUES,
+        "min_iter": "its loop judges all evaluations by one rule",
     },
     "drop_converged": {"groups": "f could not tell which rows are left"},
     "Unrolled": _NO_SOLVER,
@@ -84,8 +87,8 @@ def given(options: Any, adjoint: object) -> list[str]:
 
 
 def kinds(part: object) -> list[str]:
-    """Names of the classes of a solver or an adjoint, as the table names it."""
-    return [kind.__name__ for kind in type(part).__mro__]
+    """Names of the classes of a solver or an adjoint, and "min_iter" for a solver with one, as the table has them."""
+    return [*(kind.__name__ for kind in type(part).__mro__), *["min_iter"] * (getattr(part, "min_iter", 1) > 1)]
 
 
 def check_served(way: str, options: Iterable[str], of: str = "") -> None:
