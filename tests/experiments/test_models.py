@@ -12,7 +12,7 @@ import model
 import numpy as np
 import pytest
 import torch
-from models import cells, flipflop, frame, graphs, images, restoration, sudoku, text
+from models import cells, flipflop, frame, graphs, images, looped, restoration, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
@@ -32,6 +32,7 @@ SCRIPTS = {  # with small options, a score and its range, and a score that only 
     "flipflop": (flipflop, FLIPFLOP, ("points", 0, 30), "starts converged, %"),
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
+    "looped": (looped, looped.Looped(size="4", seconds=1e-3, **SUDOKU), ("boards, %", 0, 100), "carry: rows"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
     "sudoku": (sudoku, sudoku.Sudoku(size="4", **SUDOKU), ("boards, any start, %", 0, 100), "evaluations a solve"),
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
@@ -57,7 +58,14 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         run.measure()
     records = [run.record for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
-    solved = ("deq", "deq-regularised", *cells.ARMS, *flipflop.ARMS, *["explicit-parameters"] * (name == "sudoku"))
+    solved = (
+        "deq",
+        "deq-regularised",
+        *cells.ARMS,
+        *flipflop.ARMS,
+        *looped.ARMS,
+        *["explicit-parameters"] * (name == "sudoku"),
+    )
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
     frame.show(name, records, script.EXAMPLE.draw, tmp_path)
     shown = capsys.readouterr().out
