@@ -1,10 +1,10 @@
 """Sudoku by a looped block: trained with a carry, compared with training that makes all steps of every puzzle.
 
 Both arms train the block of the model sudoku, from the same weights, in the way of TRM (Jolicoeur-Martineau, 2025). A
-step solves by six evaluations from the kept state, makes four differentiated ones, and updates the weights. The next
+step makes six evaluations from the kept state, takes the gradient through four more, and updates the weights. The next
 step starts from the state at which this one has ended. A puzzle takes at most eight steps.
 all-steps: every puzzle of a batch takes all of them, then the next batch comes. carry: a puzzle whose solve has
-converged (1e-3) leaves, and another one takes its place.
+converged (1e-3) leaves, and another one takes its place. A solve that does not converge gives its last state.
 
 Decided before the runs: both arms get the same --seconds of CPU time (time.process_time) of training. Tests do not
 count. The learning rate is one function of the share of these seconds that is spent. The score is the share of boards
@@ -34,7 +34,7 @@ from torch import Tensor
 import deqfast
 
 from .frame import Example, Outcome, Record, Run, descend
-from .sudoku import Block, Equilibrium, Sudoku, drawn, loss_of, percent, solved
+from .sudoku import Block, Equilibrium, State, Sudoku, drawn, loss_of, percent, solved
 from .sudoku_puzzles import encode, generate, tensors
 
 ARMS = ("carry", "all-steps")
@@ -53,6 +53,16 @@ class Looped(Sudoku):
     seconds: float = option("training", "CPU seconds of training", 60.0, above=0.0)
     steps: int = option("training", "most training steps", 1_000_000, minimum=1)
     tests: int = option("data", "puzzles to test on", 256, minimum=1)
+
+
+class Loop(Equilibrium):
+    """The block's fixed point, or the last state of a solve that does not get there, also in training.
+
+    A carry of the states of least residual could return to its own start in every step.
+    """
+
+    def ends(self, state: State, value: State, k: int) -> Tensor:
+        return torch.full((len(state[0]),), k == self.current_solver.max_iter)
 
 
 class Clock:
@@ -80,7 +90,7 @@ def train(run: Run) -> Outcome:
     clues, digits = tensors([generate(size, options.shown, rng) for _ in range(options.puzzles)], size)
     asked, answers = tensors([generate(size, options.shown, rng_of_tests) for _ in range(options.tests)], size)
     torch.manual_seed(run.seed)
-    model = Equilibrium(Block(size, options.width), options.evaluations)
+    model = Loop(Block(size, options.width), options.evaluations)
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     carry, clock = deqfast.Carry(model, endless(clues, digits, options.batch_size), options.batch_size), Clock()
     for step in run.steps(options.steps, model=model, optimizer=optimizer, carry=carry, clock=clock):
@@ -120,7 +130,7 @@ def rate(share: float) -> float:
 
 
 @torch.no_grad()
-def tested(model: Equilibrium, x: Tensor, digits: Tensor, seed: int) -> Tensor:
+def tested(model: Loop, x: Tensor, digits: Tensor, seed: int) -> Tensor:
     """Mask of the boards that one solve gets right."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -130,17 +140,17 @@ def tested(model: Equilibrium, x: Tensor, digits: Tensor, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def solved_in_ways(model: Equilibrium, x: Tensor, digits: Tensor, most: int) -> dict[str, dict[str, float]]:
+def solved_in_ways(model: Loop, x: Tensor, digits: Tensor, most: int) -> dict[str, dict[str, float]]:
     """Calls of the block, rows in them, CPU seconds and boards of the three ways to solve all puzzles."""
     found: dict[str, dict[str, float]] = {}
     for name, drops in (("all rows", False), ("drop_converged", True)):
-        solver = Equilibrium(model.cell, most).eval()
+        solver = Loop(model.cell, most).eval()
         solver.drop_converged = drops
         begun = time.process_time()
         done = [solver(part, return_solution=True) for part in x.split(ROWS)]
         seconds, answer = time.process_time() - begun, torch.cat([y for (y, _), _ in done])
         found[name] = counted([solution for _, solution in done], seconds, answer, digits)
-    solver, begun = Equilibrium(model.cell, PART).eval(), time.process_time()
+    solver, begun = Loop(model.cell, PART).eval(), time.process_time()
     carry = deqfast.Carry(solver, zip(x.split(ROWS), torch.arange(len(x)).split(ROWS), strict=True), ROWS)
     answer, solutions = torch.empty_like(x[..., 0]), []
     steps = math.ceil((most - 1) / (PART - 1))  # the first evaluation of a step repeats the last one of the step before
