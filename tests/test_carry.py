@@ -5,6 +5,7 @@ from itertools import chain, repeat
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from deqfast import Carry, DEQBlock, Picard, Status
@@ -35,8 +36,8 @@ def test_finished_samples_are_replaced_in_place_and_the_others_keep_state_and_ag
     assert torch.equal(carry.data[0], x[carry.data[1]]) and not carry.z.requires_grad
     assert torch.equal(carry.z[[0, 2, 4]], 2 * z[[0, 2, 4]]) and torch.equal(carry.z[[1, 3]], 10 + x[5:7])
     assert before[1].tolist() == [0, 1, 2, 3, 4]  # a backward pass may still need it
-    carry.advance(carry.z, torch.zeros(5, dtype=torch.bool))
-    assert carry.age.tolist() == [2, 1, 2, 1, 2] and carry.taken == 7
+    carry.advance(z + 1, torch.zeros(5, dtype=torch.bool))
+    assert carry.age.tolist() == [2, 1, 2, 1, 2] and carry.taken == 7 and not carry.z.requires_grad
 
 
 def test_at_the_end_finished_samples_leave():
@@ -82,6 +83,22 @@ def test_broken_samples_are_replaced():
     assert 2 not in carry.data[1] and carry.z.isfinite().all()
 
 
+def test_one_operation_waits_for_the_device():
+    """Of those whose result the host reads: the number of finished samples."""
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default):
+                found.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for rows in ([], [1, 3]):
+        found, carry = [], Carry(lambda data: data[0], numbered(12), size=5)
+        with Reads():
+            carry.advance(carry.z, torch.zeros(5, dtype=torch.bool).index_fill(0, torch.tensor(rows).long(), True))
+        assert found == [torch.ops.aten.nonzero.default] and carry.taken == 5 + len(rows)
+
+
 def test_trees_loaders_and_epochs():
     loader = DataLoader(TensorDataset(torch.randn(6, 2), torch.arange(6)), batch_size=4)
     batches = ({"clues": x, "target": {"y": y}} for x, y in chain.from_iterable(repeat(loader)))
@@ -93,7 +110,7 @@ def test_trees_loaders_and_epochs():
 
 
 def test_a_resumed_run_goes_on_where_it_was(tmp_path):
-    batches = iter(numbered(40, 5))
+    batches = iter(numbered(40, 7))
     carry = Carry(block(), batches, size=4)
     carry.advance(carry.z + 1, torch.tensor([True, False, False, False]))
     torch.save(carry.state_dict(), tmp_path / "carry.pt")
