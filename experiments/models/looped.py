@@ -40,7 +40,7 @@ from .sudoku_puzzles import encode, generate, tensors
 ARMS = ("carry", "all-steps")
 COLOURS = {"carry": "#D55E00", "all-steps": "#0072B2"}
 MOST = 8  # steps of a puzzle
-TESTS = 10  # during training, at equal distances
+TESTS = 8  # during training, at equal distances
 PART, ROWS = 8, 64  # evaluations between two refills, and rows of a batch, when a trained block solves
 
 
@@ -50,7 +50,7 @@ class Looped(Sudoku):
 
     all_arms = ARMS
 
-    seconds: float = option("training", "CPU seconds of training", 60.0, above=0.0)
+    seconds: float = option("training", "CPU seconds of training", 40.0, above=0.0)
     steps: int = option("training", "most training steps", 1_000_000, minimum=1)
     tests: int = option("data", "puzzles to test on", 256, minimum=1)
 
