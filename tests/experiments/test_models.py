@@ -12,7 +12,7 @@ import model
 import numpy as np
 import pytest
 import torch
-from models import cells, flipflop, frame, graphs, images, looped_text, restoration, scf, sudoku, text
+from models import cells, flipflop, frame, graphs, images, looped, looped_text, restoration, scf, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
@@ -34,6 +34,7 @@ SCRIPTS = {  # with small options, a score and its range, and a score that only 
     "flipflop": (flipflop, FLIPFLOP, ("points", 0, 30), "starts converged, %"),
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
+    "looped": (looped, looped.Looped(size="4", seconds=1e-3, **SUDOKU), ("boards, %", 0, 100), "carry: rows"),
     "looped_text": (looped_text, LOOPED, ("loss, test", 2, 5), "evaluations, training"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
     "scf": (scf, SCF, ("molecules: evaluations", 1, 40), "molecules: converged, %"),
@@ -67,6 +68,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         *cells.ARMS,
         *flipflop.ARMS,
         *scf.ARMS,
+        *looped.ARMS,
         *looped_text.ARMS[3:],
         *["explicit-parameters"] * (name == "sudoku"),
     )
