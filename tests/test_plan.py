@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deqfast import Anderson, DEQBlock, solve
+from deqfast import Anderson, DEQBlock, Picard, solve
 from deqfast.execution.refusals import REFUSED
 
 OPTIONS = {
@@ -22,6 +22,7 @@ OPTIONS = {
     "compile": {"compile": True},
     "Auto": {"solver": "auto"},
     "mixing_fn": {"solver": Anderson(mixing_fn=lambda z, fz: (fz - z, fz))},
+    "min_iter": {"solver": Picard(min_iter=2)},
     "SHINE": {"adjoint": "shine"},
     "Unrolled": {"adjoint": "unrolled"},
     "Reversible": {"adjoint": "reversible"},
@@ -85,12 +86,12 @@ def test_the_table_is_whole():
     """An entry that is dropped would be served silently, and takes its test with it."""
     assert {way: len(options) for way, options in REFUSED.items()} == {
         "cuda_graph": 9,
-        "compile": 9,
+        "compile": 10,
         "SHINE": 1,
         "keep_inverse": 1,
         "drop_converged": 1,
-        "Unrolled": 5,
-        "Reversible": 5,
+        "Unrolled": 6,
+        "Reversible": 6,
         "trajectory": 6,
         "torch.func": 7,
         "torch.export": 5,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops import choose_kernel
+from ..ops.steps import StopRule
 from ..ops.steps.reference import begun, evaluated
 from ..solution import Solution, Status
 from ..solvers import Solver
@@ -152,12 +153,14 @@ def export(run: Run, keep_inverse: bool) -> Any:
     """Iterate under torch.export; return the number of evaluations, a tensor if a loop of the graph counts them."""
     solve = run.f, run.packing, run.solver, run.state
     is_loop = type(run.batches) is Whole and run.stop_fn is None and run.state.trace is None
-    evaluations = iterate_in_code(*solve) if is_loop and not keep_inverse else None
+    first = max(1, run.solver.min_iter - 1)  # a loop in the graph has one stop rule
+    has_code = is_loop and run.solver.min_iter == 1 and not keep_inverse
+    evaluations = iterate_in_code(*solve) if has_code else None
     if evaluations is None:
-        run.advance(0, 1)
-        evaluations = iterate_in_graph(*solve) if is_loop else None
+        run.advance(0, first)
+        evaluations = iterate_in_graph(*solve, first) if is_loop else None
     if evaluations is None:
-        run.advance(1, run.solver.max_iter)
+        run.advance(first, run.solver.max_iter)
         return run.solver.max_iter
     run.batches.sample_evaluations = evaluations * run.packing.batch
     return evaluations
@@ -304,6 +307,7 @@ class Run:
     batches: Whole
     stop_fn: StopFn | None = None
     made: int = 0  # evaluations; a solver may skip numbers
+    rule: StopRule | None = None  # of the evaluations from min_iter on, once f has returned its first value
 
     def advance(self, first: int, until: int) -> None:
         """Run the iterations first ... until - 1."""
@@ -313,10 +317,13 @@ class Run:
             mixing_fn = None if last else solver.mixing_fn
             value, (rows, *state.mixed) = self.batches.evaluate(self.f, self.packing, state, mixing_fn)
             if k == 0:
-                state.rule = solver.rule(self.packing.stall_floor(value))
+                self.rule = solver.rule(self.packing.stall_floor(value))
+                state.rule = self.rule if solver.min_iter == 1 else self.rule.undecided()
             if self.stop_fn is not None:
                 self._end(self._asked(self.stop_fn, value, k + 1), rows, k)
             solver.advance(state, rows, k, last)
+            if self.rule is not None and state.rule is not self.rule and k + 2 >= solver.min_iter:
+                state.begin_to_judge(self.rule)
             if state.trace is not None:
                 state.trace[self.made].copy_(state.residual)
             self.made += 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-_NO_SOLVER = dict.fromkeys(("drop_converged", "trace", "stop_fn", "cuda_graph", "compile"), "it runs no solver")
+_NO_SOLVER = dict.fromkeys(
+    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", "min_iter"), "it runs no solver"
+)
 _REPLAYS = "a graph replays the same work"
 _ONE_CODE = "its code is one loop for whole batches"
 _BY_VALUES = "its stages depend on values"
@@ -32,6 +34,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "mixing_fn": "its loop calls no Python",
         "cuda_graph": "it serves CPUs",
         "Auto": _BY_VALUES,
+        "min_iter": "its loop judges all evaluations by one rule",
     },
     "SHINE": {"mixing_fn": _OF_ERRORS},
     "keep_inverse": {"mixing_fn": _OF_ERRORS},
@@ -91,8 +94,9 @@ def given(options: Any, adjoint: object) -> list[str]:
 
 
 def kinds(part: object) -> list[str]:
-    """Names of the classes of a solver or an adjoint, as the table names it, and of a solver's `mixing_fn`."""
-    own = ["mixing_fn"] if getattr(part, "mixing_fn", None) is not None else []
+    """Names of the classes of a solver or an adjoint, with "mixing_fn" and "min_iter" of a solver, as in the table."""
+    own = ["mixing_fn"] * (getattr(part, "mixing_fn", None) is not None)
+    own += ["min_iter"] * (getattr(part, "min_iter", 1) > 1)
     return [*(kind.__name__ for kind in type(part).__mro__), *own]
 
 

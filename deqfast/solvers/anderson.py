@@ -61,6 +61,7 @@ class Anderson(Multisecant):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
+        min_iter: calls of f before which no sample converges, from 1 to max_iter; see ``Solver``.
         history_size: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
         kind: "II" or "I".
         relaxation: weight of the residual in the step, in ]0, 2].
