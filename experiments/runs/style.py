@@ -26,10 +26,19 @@ GREEN, ORANGE, VERMILLION, PURPLE = "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 CLASSES = matplotlib.color_sequences["petroff10"]
 KINDS = {  # colour and marker: beginnings of names, in lower case; the DEQ itself looks the same in all figures
     (VERMILLION, "D"): ("deq", "residual", "implicit", "broyden"),
-    (PURPLE, "s"): ("deq-regularised", "deq-jfb", "deq, jfb", "jfb", "monotone"),
+    (PURPLE, "s"): ("deq-regularised", "deq-jfb", "deq, jfb", "jfb", "monotone", "hook"),
     (ORANGE, "P"): ("deq-phantom", "deq from", "diagonal linear deq", "phantom", "subhomogeneous"),
     (BLUE, "o"): ("explicit", "fnn", "diagonal network", "reversible", "anderson"),
-    (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "subhomogeneous-c", "neumann", "picard"),
+    (GREEN, "^"): (
+        "explicit-compute",
+        "once",
+        "fnn, 3",
+        "fnn, equal flops",
+        "subhomogeneous-c",
+        "neumann",
+        "picard",
+        "plain",
+    ),
     (SKY, "v"): ("explicit-norm", "explicit-connected", "shine"),
     (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled"),
     (BLACK, ""): ("recording",),
