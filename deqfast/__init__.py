@@ -6,6 +6,7 @@ from . import _checkout as _checkout  # first: it lets a run from the checkout f
 from . import metrics, regularize
 from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .block import DEQBlock
+from .carry import Carry
 from .cells import (
     Cell,
     CellHooks,
@@ -38,6 +39,7 @@ __all__ = [
     "Auto",
     "Availability",
     "Broyden",
+    "Carry",
     "Cell",
     "CellHooks",
     "DEQBlock",

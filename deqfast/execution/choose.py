@@ -29,8 +29,8 @@ def choose(plan: Plan) -> Runner:
         return in_export
     if plan.context == "torch.func":
         return solve_values
-    records = plan.trace or plan.stop_fn is not None or plan.keep_inverse
-    if hasattr(plan.cell, "fixed_point") and not records and plan.groups is None and plan.scale is None:
+    in_steps = plan.trace or plan.stop_fn is not None or plan.keep_inverse or plan.solver.min_iter > 1
+    if hasattr(plan.cell, "fixed_point") and not in_steps and plan.groups is None and plan.scale is None:
         return by_cell
     return _by_solver(plan)
 

@@ -22,6 +22,7 @@ from ..torch_internals.dynamo import Codes, is_failed_trace, reason
 from ..torch_internals.transforms import check_plain
 from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, serves, solve_in_code
 from .loop import Begun, check_inverse, inverse_of, not_finite
+from .refusals import check_served, kinds
 
 
 class Compiled:
@@ -102,6 +103,7 @@ def _check(solver: Solver, kernel: str, packing: Packing, keep_inverse: bool) ->
     """Raise the errors of ``Compiled.solve`` if the solve cannot be compiled."""
     if not serves(solver):
         raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
+    check_served("compile", kinds(solver))
     check_inverse(solver, keep_inverse)
     short = [leaf.dtype for leaf in packing.leaves if leaf.dtype in (torch.bfloat16, torch.float16)]
     if short and not IS_NEW:

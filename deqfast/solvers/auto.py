@@ -13,10 +13,10 @@ from ..kernels.constants import NONFINITE, RUNNING, STALL_GAIN
 from ..ops import Kernel
 from ..ops.steps import PROGRESS
 from .anderson import Anderson
-from .base import Solver, State
+from .base import FIRST, LEAST, START, Solver, State
 from .broyden import Broyden
 
-GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
+GAIN_ITERATION = PROGRESS.index("gain_iteration")
 OF_THE_SOLVE = [FIRST, START, LEAST]  # progress of the whole solve, which a new stage must not reset
 
 
@@ -84,6 +84,7 @@ class Auto(Solver):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
+        min_iter: 1, as a sample may wait for its next stage, and then makes fewer evaluations than the solve.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -99,6 +100,11 @@ class Auto(Solver):
     """
 
     max_iter: int = 200
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_iter > 1:
+            raise ValueError(f"min_iter must be 1 for Auto, whose samples may wait, got {self.min_iter}")
 
     PATIENCE: ClassVar[int] = 30  # with 10 and 20, maps that Broyden's method solves slowly leave its stage too early
     SHORT_STEP: ClassVar[float] = 0.1
@@ -131,7 +137,7 @@ class Auto(Solver):
         for cohort in state.cohorts:
             own, stage, local = cohort.members & running, cohort.state, k - cohort.start
             # The solve has judged this iterate before; the stage's own state does not know that yet.
-            stage.rule = rule if local else rule._replace(tol=-1.0)
+            stage.rule = rule if local else rule.undecided()
             stage.status = torch.where(own, RUNNING, NONFINITE).to(torch.int8)
             self.stages[cohort.stage].advance(stage, fz, local, last)
             state.status.copy_(torch.where(own, stage.status, state.status))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from ..kernels.constants import RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS, StopRule
 
+MixingFn = Callable[..., tuple[Tensor, Any]]
+FIRST, START, LEAST = map(PROGRESS.index, ("first", "start", "least"))
 # With atol / rtol above this, float32 could not represent the residuals.
 MAX_ATOL = 1e20
 
@@ -33,6 +36,7 @@ class State:
     active: Tensor
     rule: StopRule | None = None  # known once f has returned its first value
     trace: Tensor | None = None  # (max_iter, 2, B): `residual` after every evaluation, if recorded
+    mixed: list[Tensor] = field(default_factory=list)  # error (B, E) and proposal (B, D) of a `mixing_fn` for this step
 
     @classmethod
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
@@ -61,6 +65,17 @@ class State:
     def iterations_at(self, k: int) -> Tensor | int:
         """Evaluations that the running samples have used with evaluation k."""
         return k + 1
+
+    def begin_to_judge(self, rule: StopRule) -> None:
+        """Judge by `rule` from now on, after evaluations at which no sample could converge.
+
+        An iterate that met the tolerance before is not ESCAPED. A sample that began at its fixed point may converge
+        although rounding has made its residual longer than the first one, which here is at least the tolerance.
+        """
+        tolerance = rule.tol if rule.absolute else rule.tol * (self.progress[START] + rule.offset)
+        self.progress[FIRST].clamp_min_(tolerance)
+        self.progress[LEAST].fill_(math.inf)
+        self.rule = rule
 
     def restart(self, z: Tensor) -> None:
         """Start again from `z` (B, D), in the same memory."""
@@ -100,6 +115,9 @@ class Solver(ChecksKeywords):
         atol: absolute tolerance, for fixed points at or near zero. If rtol is 0, it is positive, else at least 0 and at
             most 1e20 rtol.
         norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.
+        min_iter: calls of f before which no sample converges or stalls, from 1 to max_iter. From then on each iterate
+            is judged by itself: one that met the tolerance earlier does not count. The value of a sample that then
+            does not converge is still its best iterate, which may be an earlier one.
 
     Raises:
         TypeError, ValueError: an argument is not as above, naming it.
@@ -109,6 +127,8 @@ class Solver(ChecksKeywords):
     max_iter: int = 20
     atol: float = field(default=0.0, kw_only=True)
     norm: str = field(default="euclidean", kw_only=True)
+    min_iter: int = field(default=1, kw_only=True)
+    mixing_fn: ClassVar[MixingFn | None] = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -123,6 +143,9 @@ class Solver(ChecksKeywords):
         if not self.tol:
             raise ValueError("rtol and atol must not both be 0, or only an exact fixed point would converge")
         check_choice("norm", self.norm, ("euclidean", "max"))
+        check_count("min_iter", self.min_iter)
+        if self.min_iter > self.max_iter:
+            raise ValueError(f"min_iter must be at most max_iter, {self.max_iter}, got {self.min_iter}")
 
     @property
     def tol(self) -> float:

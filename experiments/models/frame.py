@@ -13,20 +13,20 @@ from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
-from nc_study.figures import png
 from nc_study.models import count_parameters
 from runs import processes
 from runs.files import check_same, locked, prepare_out, read_record, read_state, to_json, write_atomically, write_state
 from runs.options import Checked, SettingsError, StudyError, flag_of, option, parsed
 from runs.provenance import Recorded, provenance
 from runs.script import how_to_go_on, told
+from runs.style import png
 from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from deqfast._checks import did_you_mean
 
-SECONDS_BETWEEN_CHECKPOINTS = 60.0
+FIRST_CHECKPOINT, SECONDS_BETWEEN_CHECKPOINTS = 5.0, 60.0
 REMEDY = "remove it to repeat the run"
 EXECUTION = {"seeds", "arms", "jobs", "out", "resume"}  # these do not change the outcome of one run
 
@@ -146,25 +146,28 @@ class Run(processes.Run):
         self.checkpoint.unlink(missing_ok=True)
 
     def steps(self, total: int, **kept: Any) -> Iterator[int]:
-        """Yield the remaining steps, with a progress bar. Once a minute a checkpoint saves the `kept` states.
+        """Yield the remaining steps, with a progress bar. A checkpoint saves the `kept` states after five
+        seconds, then once a minute.
 
         Every step seeds torch's generator, so that a resumed run draws the same numbers as an uninterrupted one.
         """
-        first, saved = self._restore(kept), time.monotonic()
+        first, saved, due = self._restore(kept), time.monotonic(), FIRST_CHECKPOINT
         label = f"{self.arm}, seed {self.seed}"
         bar = tqdm(range(first, total), label, total, initial=first, position=1 + self.slot, leave=False, disable=None)
-        for step in bar:
-            torch.manual_seed(self.seed * 1_000_003 + step)
-            yield step
-            if self.rows:
-                last = {name: f"{value:.4g}" for name, value in self.rows[-1].items() if name != "step"}
-                bar.set_postfix(last, refresh=False)
-            now = time.monotonic()
-            if now - saved >= SECONDS_BETWEEN_CHECKPOINTS:
-                self.minutes += (now - saved) / 60
-                saved = now
-                self._save(step + 1, kept)
-        self.minutes += (time.monotonic() - saved) / 60
+        try:
+            for step in bar:
+                torch.manual_seed(self.seed * 1_000_003 + step)
+                yield step
+                if self.rows:
+                    last = {name: f"{value:.4g}" for name, value in self.rows[-1].items() if name != "step"}
+                    bar.set_postfix(last, refresh=False)
+                now = time.monotonic()
+                if now - saved >= due:
+                    self.minutes += (now - saved) / 60
+                    saved, due = now, SECONDS_BETWEEN_CHECKPOINTS
+                    self._save(step + 1, kept)
+        finally:  # a model may leave the loop before its end
+            self.minutes += (time.monotonic() - saved) / 60
 
     def _save(self, step: int, kept: Mapping[str, Any]) -> None:
         state = {name: one.state_dict() for name, one in kept.items()}

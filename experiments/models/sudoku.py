@@ -19,7 +19,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ State = tuple[Tensor, Tensor]
 class Sudoku(Options):
     """Options of the model."""
 
-    all_arms = ARMS
+    all_arms: ClassVar[tuple[str, ...]] = ARMS
 
     size: str = option("data", "digits; boxes of 6 are 2 x 3", "6", choices=("4", "6", "9"))
     clues: int | None = option("data", f"clues of a generated puzzle; off: {USUAL} by size", None, minimum=1)
@@ -132,6 +132,8 @@ class Stack(nn.Module):
 class Equilibrium(deqfast.DEQBlock):
     """The block's fixed point."""
 
+    cell: Block
+
     def __init__(self, block: Block, evaluations: int):
         training, evaluation = (deqfast.Picard(1e-3, most, relaxation=DAMPING) for most in (SOLVE, evaluations))
         adjoint = deqfast.Phantom(PHANTOM, 1.0)
@@ -148,6 +150,18 @@ class Equilibrium(deqfast.DEQBlock):
         return self.trajectory(x, at=[3])
 
 
+def drawn(clues: Tensor, digits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Draw puzzles, and show some of their empty cells; return x and the digits."""
+    chosen, size = torch.randint(len(clues), (count,)), digits.shape[-1]
+    more = torch.rand(count, 1, 1) * MORE_CLUES
+    shown = torch.where(torch.rand(count, size, size) < more, digits[chosen], clues[chosen])
+    return encode(shown), digits[chosen]
+
+
+def loss_of(y: Tensor, digits: Tensor) -> Tensor:
+    return F.cross_entropy(y.flatten(0, 2), digits.flatten() - 1)
+
+
 def train(run: Run) -> Outcome:
     options: Sudoku = run.options
     size, rng = int(options.size), random.Random(run.seed)
@@ -158,11 +172,8 @@ def train(run: Run) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.steps, pct_start=0.1)
     for step in run.steps(options.steps, model=model, optimizer=optimizer, schedule=schedule):
-        chosen = torch.randint(len(clues), (options.batch_size,))
-        more = torch.rand(options.batch_size, 1, 1) * MORE_CLUES
-        shown = torch.where(torch.rand(options.batch_size, size, size) < more, digits[chosen], clues[chosen])
-        states = model.states(encode(shown))
-        loss = torch.stack([F.cross_entropy(y.flatten(0, 2), digits[chosen].flatten() - 1) for y, _ in states]).mean()
+        x, target = drawn(clues, digits, options.batch_size)
+        loss = torch.stack([loss_of(y, target) for y, _ in model.states(x)]).mean()
         descend(loss, optimizer, clip=1.0)
         schedule.step()
         if step % 10 == 0:

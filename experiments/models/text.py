@@ -21,9 +21,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from runs import style
 from runs.options import SettingsError, StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -285,23 +285,22 @@ def write(model: Language, prompt: Tensor, options: Text) -> tuple[float, float]
 
 def draw(records: Sequence[Record]) -> Figure:
     """Losses, evaluations in training, residuals of every character of a passage, and evaluations by character."""
-    figure = plt.figure(figsize=(13, 9), layout="constrained")
+    figure = style.page(6.6)
     axes = figure.subplot_mosaic([["loss", "used"], ["passage"] * 2, ["needed"] * 2], height_ratios=(3, 3, 2))
-    colours = {arm: f"C{i}" for i, arm in enumerate(dict.fromkeys(record.arm for record in records))}
     for record in records:
-        style: dict[str, Any] = {"color": colours[record.arm], "label": None if record.seed else record.arm}
+        look = style.look(record.arm) | {"marker": "", "label": record.arm}
         losses = {step: loss for step, loss in enumerate(record.shown["validation"], 1) if loss is not None}
-        axes["loss"].plot([*losses], [*losses.values()], **style)
+        axes["loss"].plot([*losses], [*losses.values()], **look)
         if used := record.shown.get("evaluations"):
             size = math.ceil(len(used) / 100)
             means = {k + size // 2: fmean(used[k : k + size]) for k in range(0, len(used), size)}
-            axes["used"].plot([*means], [*means.values()], **style)
-    axes["loss"].set(xlabel="step", ylabel="nats a character", title="loss on validation text")
-    axes["loss"].legend()
+            axes["used"].plot([*means], [*means.values()], **look)
+    axes["loss"].set(xlabel="step", ylabel="nats per character", title="loss on validation text")
     axes["used"].set(xlabel="step", ylabel="evaluations", title="solves of the DEQ in training")
     if shown := next((record.shown for record in records if record.arm == "deq"), None):
         draw_passage(axes["passage"], shown["passage"], shown["residuals"])
         draw_needed(axes["needed"], shown["needed"])
+    style.legend(figure)
     return figure
 
 
@@ -315,16 +314,16 @@ def draw_passage(axis: Axes, passage: str, residuals: Sequence[Sequence[float]])
     )
     axis.set_xticks(range(len(passage)), [SIGNS.get(one, one) for one in passage])
     axis.set(ylabel="evaluation", title="residual of every character of a validation passage")
+    style.bare(axis)
     axis.figure.colorbar(picture, ax=axis, label="log10, relative")
 
 
 def draw_needed(axis: Axes, needed: dict[str, float]) -> None:
     """Draw one dot per character of the alphabet."""
     names = sorted(needed, key=lambda name: needed[name])
-    axis.plot(range(len(names)), [needed[name] for name in names], "o")
+    axis.plot(range(len(names)), [needed[name] for name in names], ls="", **style.look("deq"))
     axis.set_xticks(range(len(names)), [SIGNS.get(one, one) for one in names])
     axis.set(ylabel="evaluations", title="until the residual of a character is at most 1e-2, means by character")
-    axis.grid(axis="y", alpha=0.3)
 
 
 EXAMPLE = Example(Text, train, draw, load)

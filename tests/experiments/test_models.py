@@ -12,7 +12,7 @@ import model
 import numpy as np
 import pytest
 import torch
-from models import cells, flipflop, frame, graphs, images, looped_text, restoration, sudoku, text
+from models import cells, flipflop, frame, graphs, images, looped, looped_text, restoration, scf, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
@@ -27,14 +27,17 @@ FLIPFLOP = flipflop.FlipFlop(bits=1, width=4, steps=3, batch_size=2, length=5, s
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
 LOOPED = looped_text.LoopedText(budget=40, batch=2, context=16, width=16, heads=2)
 SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "starts": 2, "width": 4, "batch_size": 2}
+SCF = scf.Scf(molecules=3, chains=2, atoms=8, evaluations=40, repeats=1)
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
 SCRIPTS = {  # with small options, a score and its range, and a score that only solves have
     "cells": (cells, cells.Cells(epochs=1, images=16, batch=8, width=4, features=4), ("accuracy", 0, 100), "converged"),
     "flipflop": (flipflop, FLIPFLOP, ("points", 0, 30), "starts converged, %"),
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
+    "looped": (looped, looped.Looped(size="4", seconds=1e-3, **SUDOKU), ("boards, %", 0, 100), "carry: rows"),
     "looped_text": (looped_text, LOOPED, ("loss, test", 2, 5), "evaluations, training"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
+    "scf": (scf, SCF, ("molecules: evaluations", 1, 40), "molecules: converged, %"),
     "sudoku": (sudoku, sudoku.Sudoku(size="4", **SUDOKU), ("boards, any start, %", 0, 100), "evaluations a solve"),
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
 }
@@ -64,6 +67,8 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         "deq-regularised",
         *cells.ARMS,
         *flipflop.ARMS,
+        *scf.ARMS,
+        *looped.ARMS,
         *looped_text.ARMS[3:],
         *["explicit-parameters"] * (name == "sudoku"),
     )

@@ -47,6 +47,10 @@ class StopRule(NamedTuple):
     offset: float = 0.0
     maximum: bool = False  # norms are the largest magnitudes, not the Euclidean ones
 
+    def undecided(self) -> StopRule:
+        """Rule by which no sample converges or stalls."""
+        return self._replace(tol=-1.0, stall_floor=0.0)
+
 
 @dataclass
 class _Evaluation:
