@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
+import importlib
 import json
 import math
 import re
 import signal
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ GRADIENTS = {
     "gradient-fc-broyden-128x256": "fully connected tanh, 128 samples of 256",
     "gradient-residual-broyden-8x32x8x8": "residual block, 8 samples of 32 × 8 × 8",
 }
+VARIANTS = ("gmres", "checkpoint")  # drawn hollow, in the colour of the adjoint that they vary
+DIGEST = "deqfast data"  # entry of a figure's PNG
 FACT = re.compile(r"<!-- ([\w-]+\.[\w.-]+) -->")
 BLOCK = re.compile(r"(<!-- numbers: ([\w ]+) -->)\n.*?(<!-- end of numbers -->|(?=<!-- numbers)|\Z)", re.DOTALL)
 
@@ -415,12 +418,7 @@ def facts(results: Results) -> dict[str, str]:
     return found | {"targets.all": str(counts.total())}
 
 
-METHODS = {  # name in the records -> shown name, colour of Okabe and Ito's palette
-    "picard": ("Picard", "#009E73"),
-    "fixed_point_iter": ("Picard", "#009E73"),
-    "anderson": ("Anderson", "#0072B2"),
-    "broyden": ("Broyden", "#D55E00"),
-}
+METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anderson", "broyden": "Broyden"}  # as shown
 
 
 def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
@@ -428,56 +426,46 @@ def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
 
     made: origin of the numbers; digest: of all shown data, stored in the PNG.
     """
-    from matplotlib.figure import Figure
-
+    style = figure_style()
     cases = list(dict.fromkeys(row["case"] for row in courses))
-    figure = Figure(figsize=(9.6, 4), layout="constrained")
-    axes = figure.subplots(1, len(cases), sharey=True, squeeze=False)
-    for axis, case in zip(axes[0], cases, strict=True):
+    figure, (axes,) = style.panels(1, len(cases), height=3.2, sharey=True)
+    for axis, case in zip(axes, cases, strict=True):
         own = [row for row in courses if row["case"] == case]
-        axis.set_title(f"{case}: {own[0]['batch']} samples of {own[0]['dim']:,}", fontsize=10)
+        axis.set_title(f"{case}: {own[0]['batch']} samples of {own[0]['dim']:,}")
         axis.set(xlabel="time, f included (ms)", xscale="log", yscale="log", ylim=(3e-8, 3))
-        axis.grid(alpha=0.25)
         for row in sorted(own, key=lambda row: METHODS[row["provider"].split()[1]]):
             library, method = row["provider"].split()[:2]
-            name, colour = METHODS[method]
-            style = "-" if library == "deqfast" else "--"
+            name = METHODS[method]
+            look = style.look(name) | {"marker": "", "ls": "-" if library == "deqfast" else "--"}
             residuals = [value or math.nan for value in row["course"]["residual"]]
-            axis.plot(row["course"]["ms"], residuals, style, color=colour, lw=2, label=f"{name}, {library}")
-    axes[0][0].set_ylabel("relative residual, worst sample")
-    lines = axes[0][0].get_lines()
-    legend = figure.legend(handles=lines, title=made, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    legend.get_title().set_fontsize(7)
-    return png(figure, digest)
+            axis.plot(row["course"]["ms"], residuals, label=f"{name}, {library}", **look)
+    axes[0].set_ylabel("relative residual, worst sample")
+    style.legend(figure, 3, title=textwrap.fill(made, 160), title_fontsize=7, handlelength=3)
+    return style.png(figure, **{DIGEST: digest})
 
 
 def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
     """PNG of the error of each adjoint's gradient against the time of a training step, a panel for each cell."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-    axes = figure.subplots(1, len(GRADIENTS), sharey=True)
+    style = figure_style()
+    figure, (axes,) = style.panels(1, len(GRADIENTS), height=3.4, sharey=True)
     for axis, (case, title) in zip(axes, GRADIENTS.items(), strict=True):
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title)
         axis.set(xlabel="training step (ms)", yscale="log", ylim=(1e-7, 3))
-        axis.grid(alpha=0.25)
         found = {row["provider"]: row for row in rows if row["case"] == case}
-        for i, (adjoint, shown) in enumerate(ADJOINTS.items()):
-            colour, marker = f"C{i}", "os^v"[i % 4]
-            at = found[adjoint]["ms_min"], found[adjoint]["error"]
-            axis.plot(*at, marker, color=colour, ms=8, alpha=0.8, label=shown.strip("`"))
+        for adjoint, shown in ADJOINTS.items():
+            row, name = found[adjoint], shown.strip("`")
+            filling = {"mfc": "none"} if adjoint in VARIANTS else {}
+            axis.plot(row["ms_min"], row["error"], ls="", ms=7, label=name, **style.look(name), **filling)
+        axis.set_xlim(0)
     axes[0].set_ylabel("relative error of the gradient")
-    lines = axes[0].get_lines()
-    legend = figure.legend(handles=lines, title=made, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    legend.get_title().set_fontsize(7)
-    return png(figure, digest)
+    style.legend(figure, 3, title=textwrap.fill(made, 160), title_fontsize=7)
+    return style.png(figure, **{DIGEST: digest})
 
 
-def png(figure: Any, digest: str) -> bytes:
-    """Figure as a PNG with the digest of its data."""
-    target = io.BytesIO()
-    figure.savefig(target, dpi=150, metadata={"deqfast data": digest})
-    return target.getvalue()
+def figure_style() -> Any:
+    """Style of the experiments' figures; late, as only new figures need matplotlib."""
+    sys.path.append(str(ROOT / "experiments"))
+    return importlib.import_module("runs.style")
 
 
 def filled(text: str, known: Mapping[str, Sequence[str]], path: Path) -> str:

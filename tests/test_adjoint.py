@@ -89,6 +89,20 @@ class TestDefinitions:
             assert_close(toy.gradients(adjoint), expected, tolerance)
             assert torch.equal(toy.block(adjoint)(toy.x, z0=toy.z0), solution)
 
+    @pytest.mark.parametrize("steps", [1, 2, 5])
+    def test_phantom_without_damping_goes_through_plain_steps_from_an_answer_that_is_not_exact(self, steps):
+        toy = Toy()
+        block = toy.block(Phantom(steps, relaxation=1.0), Picard(TIGHT, max_iter=3), warn=False)
+        value, solution = block(toy.x, z0=toy.z0, return_solution=True)
+        z = solution.value
+        assert not solution.converged.any() and torch.equal(value, z)
+        with torch.no_grad():
+            assert torch.equal(block(toy.x, z0=toy.z0), z)  # as in evaluation
+        for _ in range(steps):
+            z = toy.cell(z, toy.x)
+        expected = torch.autograd.grad(z, toy.inputs, toy.cotangent)
+        assert_close(torch.autograd.grad(value, toy.inputs, toy.cotangent), expected, rounding(torch.float64))
+
     @pytest.mark.parametrize(("steps", "damping"), [(1, 0.5), (9, 0.8), (None, 0.3)])
     def test_reversible_is_the_derivative_of_its_iteration(self, steps, damping):
         toy, solver = Toy(), Picard(max_iter=21)

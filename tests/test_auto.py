@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deqfast
-from deqfast import Auto, Broyden, DEQBlock, Status
+from deqfast import Auto, Broyden, DEQBlock, Implicit, Status
 from deqfast.testing import GRADIENT, PROBLEMS, assert_close, assert_same_solution
 
 FIELDS = ("value", "status", "iterations", "residual_rel", "residual_abs")
@@ -77,7 +77,8 @@ def test_a_rule_of_the_callers_ends_samples_in_any_stage():
 
 def test_a_block_with_groups_and_gradients():
     a = torch.tensor([[0.6], [0.9], [1.1]], dtype=torch.float64, requires_grad=True)
-    block = DEQBlock(lambda z, a: cubic(z) + a, Auto(rtol=1e-12, max_iter=600), "implicit")
+    adjoint = Implicit(Broyden(rtol=1e-12, max_iter=50))
+    block = DEQBlock(lambda z, a: cubic(z) + a, Auto(rtol=1e-12, max_iter=600), adjoint)
     z, solution = block(a, starts(3)[:, :1].contiguous(), return_solution=True, groups="batch")
     assert solution.converged.all()
     (slope,) = torch.autograd.grad(z.sum(), a)

@@ -24,7 +24,7 @@ from ..execution.functorch import (
 from ..execution.linearised import Product
 from ..execution.plan import Plan
 from ..solution import Solution
-from ..solvers import Broyden, Solver, as_solver
+from ..solvers import Anderson, Solver, as_solver
 from ..torch_internals import pytree
 from ..torch_internals.autograd import (
     Gradients,
@@ -43,9 +43,9 @@ from .attach import Evaluate, Recorded, Rule, attach
 from .base import Adjoint
 from .linear import LinearSolve
 
-# With its whole history, Broyden takes the fewest products to a gradient that is right to 1e-5, for spectral radii of J
-# from 0.95 to 0.99. Unused evaluations cost nothing.
-DEFAULT_SOLVER = Broyden(rtol=1e-6, max_iter=100)
+# On a linear system Anderson is GMRES. With 16 pairs it takes as few products as Broyden with its whole history, on
+# trained cells and up to a spectral radius of J of 0.9, in a quarter of the memory. Unused evaluations cost nothing.
+DEFAULT_SOLVER = Anderson(rtol=1e-6, max_iter=100, history_size=16)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Implicit(Adjoint):
 
     Args:
         solver: the solver of the backward solve or the name of one, with a positive rtol and atol=0, so that the scale
-            of the loss changes nothing. None: ``Broyden(rtol=1e-6, max_iter=100)``, for every forward solver.
+            of the loss changes nothing. None: ``Anderson(rtol=1e-6, max_iter=100, history_size=16)``.
 
     Raises:
         ValueError: `solver` is not a solver or a solver's name, or has an absolute tolerance.
@@ -80,8 +80,10 @@ class Implicit(Adjoint):
         if self.solver is not None:
             solver = as_solver(self.solver)
             object.__setattr__(self, "solver", solver)
-            if solver.atol:
-                raise ValueError(f"the solver of Implicit must have a positive rtol and atol=0, got {self.solver}")
+            if solver.atol or solver.mixing_fn is not None:
+                raise ValueError(
+                    f"the solver of Implicit must have a positive rtol, atol=0 and no mixing_fn, got {self.solver}"
+                )
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)

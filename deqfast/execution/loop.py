@@ -16,13 +16,14 @@ from ..ops.steps import StopRule
 from ..ops.steps.reference import begun, evaluated
 from ..solution import Solution, Status
 from ..solvers import Solver
-from ..solvers.base import State
+from ..solvers.base import MixingFn, State
 from ..solvers.multisecant import Multisecant
 from ..state.groups import Groups
 from ..state.packing import Packing, evaluate, versions
 from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
 from .export import iterate_in_code, iterate_in_graph
+from .refusals import check_served, kinds
 
 # On a GPU, reading the count of running samples costs a copy and a launch, which is more than one surplus evaluation.
 SYNC_EVERY_ON_GPU = 2
@@ -89,6 +90,7 @@ def check_inverse(solver: Solver, keep_inverse: bool) -> None:
     """Raise ValueError if an inverse is to be kept and the solver has none."""
     if keep_inverse and not isinstance(solver, Multisecant):
         raise ValueError(f"only Anderson and Broyden have an inverse to keep, which SHINE needs, got {solver}")
+    check_served("keep_inverse", kinds(solver) if keep_inverse else [])
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:
@@ -211,6 +213,30 @@ def watch_of(active: Tensor) -> Watch:
     return LateWatch(active) if active.is_cuda else Watch(active)
 
 
+def mixed_rows(
+    mixing_fn: MixingFn, packing: Packing, rows: Tensor, value: Any, *which: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rows (B, E) of the error and (B, D) of the proposal at z of these rows, in memory of their own.
+
+    Raises:
+        TypeError, ValueError: `mixing_fn` writes to its arguments or returns another pair.
+    """
+    z = packing.unpack(rows)
+    before = versions((z, value))
+    returned = mixing_fn(z, value, *which)
+    if versions((z, value)) != before:
+        raise ValueError("mixing_fn must not modify its arguments, got one that works in place on z or f(z)")
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(f"mixing_fn must return a tuple (error, proposal), got {type(returned).__name__}")
+    error, proposal = returned
+    try:
+        return packing.pack_error(error).clone(), packing.pack_value(proposal, rows).clone()
+    except (TypeError, ValueError) as wrong:
+        raise type(wrong)(
+            f"mixing_fn returned a wrong pair, whose proposal takes the place of f's value: {wrong}"
+        ) from None
+
+
 class Whole:
     """Batches of all samples, which f is called with."""
 
@@ -220,11 +246,21 @@ class Whole:
     def take_all(self) -> None:
         """Put all samples into the next batch, because some run again."""
 
-    def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
-        """Call f, and return its value and its rows (B, D)."""
+    def evaluate(
+        self, f: Callable[..., Any], packing: Packing, state: State, mixing_fn: MixingFn | None
+    ) -> tuple[Any, list[Tensor]]:
+        """Call f and, if there is one, `mixing_fn`; return f's value, and rows of it, of the error and the proposal."""
+        return self._called(f, packing, state.z, mixing_fn)
+
+    def _called(
+        self, f: Callable[..., Any], packing: Packing, rows: Tensor, mixing_fn: MixingFn | None, *which: Tensor | None
+    ) -> tuple[Any, list[Tensor]]:
         self.sample_evaluations += packing.batch
-        value = evaluate(f, packing.unpack(state.z))
-        return value, packing.pack_value(value, state.z)
+        value = evaluate(f, packing.unpack(rows), *which)
+        found = [packing.pack_value(value, rows)]
+        if mixing_fn is not None:
+            found += mixed_rows(mixing_fn, packing, rows, value, *which)
+        return value, found
 
 
 class Compaction(Whole):
@@ -240,20 +276,17 @@ class Compaction(Whole):
     def take_all(self) -> None:
         self.rows = None
 
-    def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
+    def evaluate(
+        self, f: Callable[..., Any], packing: Packing, state: State, mixing_fn: MixingFn | None
+    ) -> tuple[Any, list[Tensor]]:
         self._drop(packing, state)
-        if self.rows is None:
-            self.sample_evaluations += packing.batch
-            value = evaluate(f, packing.unpack(state.z), None)
-            return value, packing.pack_value(value, state.z)
-        part = packing.resized(len(self.rows))
-        self.sample_evaluations += part.batch
-        z = state.z.index_select(0, self.rows)
-        value = evaluate(f, part.unpack(z), self.rows)
-        rows = torch.empty_like(state.z).index_copy_(0, self.rows, part.pack_value(value, z))
+        if (which := self.rows) is None:
+            return self._called(f, packing, state.z, mixing_fn, None)
+        part = packing.resized(len(which))
+        value, found = self._called(f, part, state.z.index_select(0, which), mixing_fn, which)
         if self.fills:
-            value = part.fill(packing.unpack(state.z), value, self.rows)
-        return value, rows
+            value = part.fill(packing.unpack(state.z), value, which)
+        return value, [rows.new_empty(packing.batch, rows.shape[1]).index_copy_(0, which, rows) for rows in found]
 
     def _drop(self, packing: Packing, state: State) -> None:
         """Select the running rows again if enough others are done; this waits for the device."""
@@ -280,13 +313,15 @@ class Run:
         """Run the iterations first ... until - 1."""
         solver, state = self.solver, self.state
         for k in range(first, until):
-            value, rows = self.batches.evaluate(self.f, self.packing, state)
+            last = k + 1 == solver.max_iter
+            mixing_fn = None if last else solver.mixing_fn
+            value, (rows, *state.mixed) = self.batches.evaluate(self.f, self.packing, state, mixing_fn)
             if k == 0:
                 self.rule = solver.rule(self.packing.stall_floor(value))
                 state.rule = self.rule if solver.min_iter == 1 else self.rule.undecided()
             if self.stop_fn is not None:
                 self._end(self._asked(self.stop_fn, value, k + 1), rows, k)
-            solver.advance(state, rows, k, k + 1 == solver.max_iter)
+            solver.advance(state, rows, k, last)
             if self.rule is not None and state.rule is not self.rule and k + 2 >= solver.min_iter:
                 state.begin_to_judge(self.rule)
             if state.trace is not None:

@@ -11,6 +11,7 @@ _NO_SOLVER = dict.fromkeys(
 _REPLAYS = "a graph replays the same work"
 _ONE_CODE = "its code is one loop for whole batches"
 _BY_VALUES = "its stages depend on values"
+_OF_ERRORS = "its window is of errors, and gives no inverse of the Jacobian"
 REFUSED: dict[str, dict[str, str]] = {
     "cuda_graph": {
         "drop_converged": _REPLAYS,
@@ -18,6 +19,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "stop_fn": _REPLAYS,
         "groups": "groups may change from call to call, and a graph replays the same work",
         "scale": "it is not captured",
+        "mixing_fn": "it is not captured",
         "SHINE": "a replay overwrites the history that it needs",
         "Auto": _BY_VALUES,
         "begin_solve": "it prepares every solve in Python, and a replay would not run it",
@@ -29,10 +31,13 @@ REFUSED: dict[str, dict[str, str]] = {
         "groups": _ONE_CODE,
         "scale": _ONE_CODE,
         "sync_every": "its loop looks after every evaluation",
+        "mixing_fn": "its loop calls no Python",
         "cuda_graph": "it serves CPUs",
         "Auto": _BY_VALUES,
         "min_iter": "its loop judges all evaluations by one rule",
     },
+    "SHINE": {"mixing_fn": _OF_ERRORS},
+    "keep_inverse": {"mixing_fn": _OF_ERRORS},
     "drop_converged": {"groups": "f could not tell which rows are left"},
     "Unrolled": _NO_SOLVER,
     "Reversible": _NO_SOLVER,
@@ -48,12 +53,14 @@ REFUSED: dict[str, dict[str, str]] = {
         "drop_converged": "all members of a vmap are one batch",
         "trace": "its length would differ between the members of a vmap",
         "stop_fn": "the rule would see all members of a vmap as one batch",
+        "mixing_fn": "it would see all members of a vmap as one batch",
         "compile": "the compiled solve has no transforms",
         "cuda_graph": "the captured solve has no transforms",
         "Reversible": "it has no derivative there, nor in forward-mode AD: use Unrolled",
     },
     "torch.export": {
         "stop_fn": "an exported program calls no Python",
+        "mixing_fn": "an exported program calls no Python",
         "Auto": _BY_VALUES,
         "trace of a Solution": "its length is that of the solve, which an export does not know",
         "training mode": "an export serves inference: call eval() before",
@@ -87,8 +94,10 @@ def given(options: Any, adjoint: object) -> list[str]:
 
 
 def kinds(part: object) -> list[str]:
-    """Names of the classes of a solver or an adjoint, and "min_iter" for a solver with one, as the table has them."""
-    return [*(kind.__name__ for kind in type(part).__mro__), *["min_iter"] * (getattr(part, "min_iter", 1) > 1)]
+    """Names of the classes of a solver or an adjoint, with "mixing_fn" and "min_iter" of a solver, as in the table."""
+    own = ["mixing_fn"] * (getattr(part, "mixing_fn", None) is not None)
+    own += ["min_iter"] * (getattr(part, "min_iter", 1) > 1)
+    return [*(kind.__name__ for kind in type(part).__mro__), *own]
 
 
 def check_served(way: str, options: Iterable[str], of: str = "") -> None:

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from .._checks import check_choice, check_number
 from ..kernels.constants import ANDERSON_I, ANDERSON_II
+from ..ops import Kernel
+from .base import MixingFn, State
 from .multisecant import Multisecant
+
+
+@dataclass
+class MixedState(State):
+    """State of a solve with a `mixing_fn`.
+
+    The target of an iterate is where it would go by itself. `joint` (B, E + D) is the error and the target of the last
+    iterate. Pair i, in slot i mod M of `pairs` (B, M, E + D), is the change of both from iterate i to the next. `gram`
+    has the products of their errors, as in ``multisecant_step``.
+    """
+
+    slots: int = field(kw_only=True)  # M
+    joint: Tensor | None = None  # as the other two, known after the first evaluation, which tells E
+    pairs: Tensor | None = None
+    gram: Tensor | None = None
+
+    def mix(self, error: Tensor, target: Tensor, k: int, ridge: float) -> Tensor:
+        """Iterate k + 1 (B, D): the target, less the changes of targets whose errors make up most of the error."""
+        before, self.joint = self.joint, torch.cat([error, target], dim=1)
+        if before is None or self.pairs is None or self.gram is None:
+            self.pairs = target.new_zeros(len(target), self.slots, self.joint.shape[1])
+            self.gram = target.new_zeros(len(target), self.slots + 2, self.slots)
+        else:
+            self._append(self.pairs, self.gram, self.joint - before, (k - 1) % self.slots, error.shape[1])
+        newest, count = (torch.full_like(self.iterations, number) for number in (k - 1, min(k, self.slots)))
+        vector = torch.cat([error, torch.zeros_like(target)], dim=1)  # its products are those of the errors
+        product = self.kernel.op("multisecant_transposed")
+        rest = product(vector, self.pairs, self.pairs, self.gram, newest, count, ANDERSON_II, 1.0, 1.0, ridge)
+        return target + rest[:, error.shape[1] :]
+
+    def _append(self, pairs: Tensor, gram: Tensor, pair: Tensor, slot: int, width: int) -> None:
+        pairs[:, slot] = pair
+        products = torch.einsum("bme,be->bm", pairs[:, :, :width], pair[:, :width])
+        gram[:, slot] = products
+        gram[:, : self.slots, slot] = products
+        gram[:, self.slots :, slot] = products[:, slot, None]
 
 
 @dataclass(frozen=True)
@@ -29,6 +68,12 @@ class Anderson(Multisecant):
         ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
             the scale of z; in [0, 1].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
+        mixing_fn: (error, proposal) = mixing_fn(z, fz), called after every evaluation, without gradient. The error e, a
+            tensor (B, ...), takes the place of f(z) - z. The proposal p, a tree like z, takes the place of f(z). The
+            next iterate is sum c_i p_i, whose weights minimise |sum c_i e_i| and have the sum 1. With `relaxation` r,
+            z_i + r (p_i - z_i) replaces p_i. A commutator as e gives CDIIS (Pulay, J. Comput. Chem. 3 (1982)). For a
+            preconditioner P, p is z + P (fz - z). Samples still stop by f(z) - z. Only for kind "II". With
+            `drop_converged` it is called as mixing_fn(z, fz, rows), as f is.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -37,6 +82,16 @@ class Anderson(Multisecant):
         >>> f = lambda z: 0.9 * torch.cos(z) + 1
         >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Anderson(rtol=1e-5, history_size=4))
         Solution(2 CONVERGED, evaluations=7)
+
+        Elements of very different stiffness, with a preconditioner of one number each:
+
+        >>> slope = torch.tensor([-1.0, -10.0, -100.0])
+        >>> f = lambda z: slope * torch.tanh(z) + 1
+        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Anderson(rtol=1e-5, history_size=1))
+        Solution(2 MAX_ITER, evaluations=20)
+        >>> newton = lambda z, fz: (fz - z, z + (fz - z) / (1 - slope))
+        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Anderson(rtol=1e-5, history_size=1, mixing_fn=newton))
+        Solution(2 CONVERGED, evaluations=5)
     """
 
     history_size: int | None = 6
@@ -44,12 +99,39 @@ class Anderson(Multisecant):
     relaxation: float = 1.0
     ridge: float = 1e-6
     history_dtype: torch.dtype | None = None
+    mixing_fn: MixingFn | None = None  # type: ignore[misc]  # None in the base
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("kind", self.kind, ("I", "II"))
         check_number("relaxation", self.relaxation, 0.0, 2.0, low_open=True)
         check_number("ridge", self.ridge, 0.0, 1.0)
+        if self.mixing_fn is not None:
+            if not callable(self.mixing_fn):
+                raise TypeError(f"mixing_fn must be callable, got {self.mixing_fn!r}")
+            if self.kind != "II" or self.history_dtype is not None:
+                raise ValueError(
+                    f"mixing_fn needs kind='II' and history_dtype=None, got {self.kind!r}, {self.history_dtype}"
+                )
 
     def method(self) -> tuple[int, float, float, float]:
         return ANDERSON_I if self.kind == "I" else ANDERSON_II, 1.0, self.relaxation, self.ridge
+
+    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
+        if self.mixing_fn is None:
+            return super().init(z, kernel, keep_inverse)
+        return MixedState.start(z, kernel, slots=self.slots(kernel))
+
+    def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
+        if not isinstance(state, MixedState):
+            super().advance(state, fz, k, last)
+            return
+        judged = (state.z, fz, *state.monitor())
+        state.kernel.step("picard_step", judged, k, last, state.rule or self.rule(), 0.0)  # z stays as it is
+        if last:
+            return
+        error, proposal = state.mixed
+        target = proposal if self.relaxation == 1 else state.z + self.relaxation * (proposal - state.z)
+        with torch.autocast(target.device.type, enabled=False):
+            z_next = state.mix(error, target, k, self.ridge)
+        state.z.copy_(torch.where(state.running[:, None], z_next, state.z))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..kernels.constants import RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS, StopRule
 
+MixingFn = Callable[..., tuple[Tensor, Any]]
 FIRST, START, LEAST = map(PROGRESS.index, ("first", "start", "least"))
 # With atol / rtol above this, float32 could not represent the residuals.
 MAX_ATOL = 1e20
@@ -34,6 +36,7 @@ class State:
     active: Tensor
     rule: StopRule | None = None  # known once f has returned its first value
     trace: Tensor | None = None  # (max_iter, 2, B): `residual` after every evaluation, if recorded
+    mixed: list[Tensor] = field(default_factory=list)  # error (B, E) and proposal (B, D) of a `mixing_fn` for this step
 
     @classmethod
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
@@ -125,6 +128,7 @@ class Solver(ChecksKeywords):
     atol: float = field(default=0.0, kw_only=True)
     norm: str = field(default="euclidean", kw_only=True)
     min_iter: int = field(default=1, kw_only=True)
+    mixing_fn: ClassVar[MixingFn | None] = None
 
     def __post_init__(self) -> None:
         for each in fields(self):

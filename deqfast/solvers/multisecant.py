@@ -76,13 +76,17 @@ class Multisecant(Solver):
         """Arguments (method, alpha, beta, ridge) of ``multisecant_step``."""
         raise NotImplementedError
 
-    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
+    def slots(self, kernel: Kernel) -> int:
+        """Pairs that the window has room for; raises ValueError if they are too many for the kernel."""
         history = self.history_size or min(self.max_iter, kernel.max_history or self.max_iter)
         if kernel.max_history is not None and history > kernel.max_history:
             raise ValueError(
                 f"history_size must be at most {kernel.max_history} on kernel={kernel.name!r}, got {history}"
             )
-        history = min(history, self.max_iter)  # more slots than iterations would stay empty
+        return min(history, self.max_iter)  # more slots than iterations would stay empty
+
+    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
+        history = self.slots(kernel)
         dtype = self.history_dtype or z.dtype
         if dtype not in (z.dtype, torch.bfloat16) or (dtype == torch.bfloat16 and z.dtype != torch.float32):
             raise ValueError(

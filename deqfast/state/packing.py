@@ -17,6 +17,7 @@ from ..torch_internals.dynamo import is_tracing
 from ..torch_internals.transforms import check_values
 from .floors import float32_products_eps, stall_floor
 from .groups import Groups
+from .rows import rows_of
 
 LARGEST_SCALE = 2.0**60  # beyond, squares of numbers divided by it are not representable in float32
 
@@ -242,6 +243,14 @@ class Packing:
             return self._gathered(self._joined(leaves))
         rows = _as(self.leaves[0].rows(leaves[0]), self.dtype).contiguous()
         return self._gathered(rows.clone() if _shares_memory(rows, z) else rows)
+
+    def pack_error(self, error: Any) -> Tensor:
+        """Rows (B, E) of a tensor with a row for each row of the state; ValueError if it is none."""
+        rows = self.leaves[0].shape[0]
+        if not isinstance(error, Tensor) or not is_of_state(error) or error.dim() == 0 or len(error) != rows:
+            got = f"{error.dtype} {tuple(error.shape)}" if isinstance(error, Tensor) else type(error).__name__
+            raise ValueError(f"the error must be a floating-point or complex tensor of {rows} rows, got {got}")
+        return self._gathered(_as(rows_of(error), self.dtype))
 
     def _are_rows(self, value: Any) -> bool:
         return (

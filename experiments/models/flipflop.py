@@ -14,12 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from runs import style
 from runs.options import StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -122,22 +121,19 @@ def descended(model: Memory, starts: Tensor, options: FlipFlop) -> Tensor:
 def draw(records: Sequence[Record]) -> Figure:
     """The points that each arm found under the first seed, by the readouts of the first two bits."""
     first = [record for record in records if record.seed == records[0].seed]
-    figure, axes = plt.subplots(1, len(first), figsize=(4.4 * len(first), 4.2), layout="constrained", squeeze=False)
+    figure, axes = style.panels(1, len(first), height=3.8, sharex=True, sharey=True)
     for axis, record in zip(axes[0], first, strict=True):
         bits, unstable = np.array(record.shown["bits"]), np.array(record.shown["unstable"])
         for directions in sorted(set(unstable.tolist())):
             own = bits[unstable == directions]
-            look: dict[str, Any] = {
-                "s": 40 + 40 * directions,
-                "facecolors": f"C{directions}" if not directions else "none",
-            }
-            label = "stable" if not directions else f"unstable directions: {directions}"
+            colour = f"C{directions}"
+            label = f"unstable directions: {directions}" if directions else "stable"
             second = own[:, min(1, own.shape[1] - 1)]
-            axis.scatter(own[:, 0], second, edgecolors=f"C{directions}", label=label, **look)
-        axis.set(title=f"{record.arm}: {len(bits)} points", xlabel="first bit", ylabel="second bit")
-    known = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    names = sorted(known, key=lambda name: (name != "stable", name))
-    figure.legend([known[name] for name in names], names, fontsize="small", ncols=4, loc="outside lower center")
+            fill = "none" if directions else colour
+            axis.scatter(own[:, 0], second, 40 + 40 * directions, fill, edgecolors=colour, label=label)
+        axis.set(title=f"{record.arm}: {len(bits)} points", xlabel="first bit")
+    axes[0, 0].set_ylabel("second bit")
+    style.legend(figure)
     return figure
 
 

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
-from nc_study.figures import png
 from nc_study.models import count_parameters
 from runs import processes
 from runs.files import check_same, locked, prepare_out, read_record, read_state, to_json, write_atomically, write_state
 from runs.options import Checked, SettingsError, StudyError, flag_of, option, parsed
 from runs.provenance import Recorded, provenance
 from runs.script import how_to_go_on, told
+from runs.style import png
 from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from runs import style
 from runs.options import StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
@@ -259,27 +258,23 @@ def draw(records: Sequence[Record]) -> Figure:
 
     A line is the mean over the seeds, and its band goes from the smallest to the largest.
     """
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    figure, ((left, right),) = style.panels(1, 2, height=3)
     chained = "by length" in records[0].shown
     across, upwards = ("nodes", "right at the last node in %") if chained else ("step", "training loss")
-
-    def band(axis: Axes, arm: str, courses: list[list[float]]) -> None:
-        seeds = np.array(courses)
-        steps = LENGTHS if chained else range(seeds.shape[1])
-        colour, marker = (f"C{ARMS.index(arm)}", "osD^"[ARMS.index(arm)]) if chained else (f"C{ARMS.index(arm)}", None)
-        axis.plot(steps, seeds.mean(0), color=colour, marker=marker, label=f"{arm}, {len(seeds)} seeds")
-        axis.fill_between(steps, seeds.min(0), seeds.max(0), color=colour, alpha=0.15, lw=0)
 
     for arm in ARMS:
         shown = [record.shown for record in records if record.arm == arm]
         if shown:
-            band(axes[0], arm, [one["by length"] if chained else [row["loss"] for row in one["log"]] for one in shown])
+            look = style.look(arm) | {"label": f"{arm}, {len(shown)} seeds"} | ({} if chained else {"marker": ""})
+            courses = [one["by length"] if chained else [row["loss"] for row in one["log"]] for one in shown]
+            steps = LENGTHS if chained else range(len(courses[0]))
+            style.band(left, steps, courses, **look)
         if shown and arm == "deq":
-            rows = [one["iterations"] if chained else [row["evaluations"] for row in one["log"]] for one in shown]
-            band(axes[1], arm, rows)
-    axes[0].set(xlabel=across, ylabel=upwards)
-    axes[1].set(xlabel=across, ylabel="evaluations of the DEQ")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize="small", ncols=4, loc="outside lower center")
+            used = [one["iterations"] if chained else [row["evaluations"] for row in one["log"]] for one in shown]
+            style.band(right, steps, used, **look)
+    left.set(xlabel=across, ylabel=upwards)
+    right.set(xlabel=across, ylabel="evaluations of the DEQ")
+    style.legend(figure)
     return figure
 
 

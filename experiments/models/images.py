@@ -15,15 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from nc_study.data import PAD, crop_and_flip
 from nc_study.models import count_parameters
 from nc_study.shapes import draw_shapes
+from runs import style
 from runs.options import StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -262,21 +263,25 @@ def radius(model: Any, images: Tensor) -> float:
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Accuracy against minutes of training, spectral radius and evaluations against epochs; one line per seed."""
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
-    arms = list(dict.fromkeys(record.arm for record in records))
-    for record in records:
-        log, colour = record.shown["log"], f"C{arms.index(record.arm)}"
-        label = record.arm if record.seed == 0 else None
-        axes[0].plot([row["minutes"] for row in log], [row["accuracy"] for row in log], color=colour, label=label)
-        for axis, name in zip(axes[1:], ("spectral radius", "evaluations, training"), strict=True):
-            if name in log[0]:
-                axis.plot(range(1, len(log) + 1), [row[name] for row in log], color=colour)
-                axis.set(xlabel="epoch", ylabel=name)
-                axis.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].set(xlabel="minutes of training, one thread", ylabel="validation accuracy in %")
-    axes[0].legend(fontsize="small")
-    axes[1].axhline(1.0, color="grey", ls=":")
+    """Accuracy against the cost of training, spectral radius and evaluations against epochs.
+
+    A line is the mean over the seeds, its band their range. An epoch costs the median of its arm's epochs, so that a
+    suspended run does not stretch the axis.
+    """
+    figure, (axes,) = style.panels(1, 3)
+    for axis, name in zip(axes, ("accuracy", "spectral radius", "evaluations, training"), strict=True):
+        for arm in dict.fromkeys(record.arm for record in records):
+            logs = [record.shown["log"] for record in records if record.arm == arm]
+            minutes = median(b - a for log in logs for a, b in pairwise([0.0, *(row["minutes"] for row in log)]))
+            if name in logs[0][0]:
+                places = [(minutes if name == "accuracy" else 1) * epoch for epoch in range(1, len(logs[0]) + 1)]
+                seeds = [[row[name] for row in log] for log in logs]
+                style.band(axis, places, seeds, label=arm, **style.look(arm))
+        axis.set(xlabel="epoch", ylabel=name)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set(xlabel="minutes (epochs × median)", ylabel="validation accuracy in %")
+    axes[1].axhline(1.0, color=style.GREY, ls=":")
+    style.legend(figure)
     return figure
 
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
+from runs import style
 from runs.options import StudyError, option
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
@@ -274,20 +274,20 @@ def draw(records: Sequence[Record]) -> Figure:
     """A part of an image by every arm, and the residuals of the solves."""
     first = {record.arm: record for record in reversed(records)}
     any_one = next(iter(first.values())).shown
-    figure = plt.figure(figsize=(3 * (2 + len(first)), 6.4), layout="constrained")
+    figure = style.page(4.4)
     above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     pictures = {"measured": any_one["measured"]}
-    pictures |= {f"{arm}, {record.shown['psnr'][0]:.2f} dB": record.shown["restored"] for arm, record in first.items()}
+    pictures |= {f"{arm}\n{record.shown['psnr'][0]:.2f} dB": record.shown["restored"] for arm, record in first.items()}
     pictures["truth"] = any_one["truth"]
     for axis, (title, picture) in zip(above.subplots(1, len(pictures)), pictures.items(), strict=True):
         axis.imshow(picture, cmap="gray", vmin=0, vmax=255)
-        axis.set_title(title, fontsize="medium")
+        axis.set_title(title)
         axis.set_axis_off()
     residuals = below.subplots()
     for record in records:
         for trace in record.shown["traces"]:
-            residuals.semilogy(range(1, len(trace) + 1), trace, color="C0", alpha=0.4)
-    residuals.set(xlabel="evaluation", ylabel="relative residual", title="solves of the DEQ, an image each")
+            residuals.semilogy(range(1, len(trace) + 1), trace, color=style.look(record.arm)["color"], alpha=0.4)
+    residuals.set(xlabel="evaluation", ylabel="relative residual", title="solves of the DEQ, one line per image")
     return figure
 
 

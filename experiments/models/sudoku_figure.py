@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from matplotlib import font_manager
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
+from runs import style
 from torch import Tensor
 
 import deqfast
@@ -19,7 +19,6 @@ from .frame import Record
 from .sudoku_puzzles import BOXES
 
 DARK, GREY, LINE, RIGHT, WRONG = (40, 44, 58), (233, 233, 236), (190, 194, 204), (64, 132, 214), (222, 62, 56)
-COLOURS = {"deq": "#D55E00", "explicit-parameters": "#0072B2", "explicit-compute": "#009E73"}
 
 
 def film(solver: deqfast.DEQBlock, x: Tensor, clues: Tensor, digits: Tensor) -> dict[str, Any]:
@@ -36,6 +35,13 @@ def film(solver: deqfast.DEQBlock, x: Tensor, clues: Tensor, digits: Tensor) -> 
     return {"clues": clues.flatten().tolist(), "digits": digits.flatten().tolist(), "frames": frames}
 
 
+def progress(film: dict[str, Any], k: int) -> str:
+    """How many cells are right after k evaluations."""
+    cells = zip(film["clues"], film["frames"][k][0], film["digits"], strict=True)
+    right = sum(not clue and digit == true for clue, digit, true in cells)
+    return f"evaluation {k}:  {right} of {film['clues'].count(0)} cells right"
+
+
 def picture(film: dict[str, Any], k: int, side: int = 340) -> Image.Image:
     """The board after k evaluations: clues grey, right cells blue, wrong ones red; paler means less confident."""
     size, scale = round(len(film["clues"]) ** 0.5), 2
@@ -46,7 +52,6 @@ def picture(film: dict[str, Any], k: int, side: int = 340) -> Image.Image:
     path = font_manager.findfont("DejaVu Sans")
     font, small = ImageFont.truetype(path, int(cell * 0.56)), ImageFont.truetype(path, scale * 17)
     digits, sure = film["frames"][k]
-    right = 0
     for place, (clue, digit, true) in enumerate(zip(film["clues"], digits, film["digits"], strict=True)):
         row, column = divmod(place, size)
         shade = max(0.0, (sure[place] - 1 / size) / (1 - 1 / size))
@@ -59,16 +64,13 @@ def picture(film: dict[str, Any], k: int, side: int = 340) -> Image.Image:
             else tuple(round(b + min(1, 2 * shade) * (0.35 * c - b)) for b, c in zip(fill, hue, strict=True))
         )
         draw.text(((column + 0.5) * cell, (row + 0.5) * cell), str(clue or digit), ink, font, anchor="mm")
-        right += not clue and digit == true
     for line in range(size + 1):
         for thick, ends in (
             (line % height == 0, (0, line * cell, size * cell, line * cell)),
             (line % width == 0, (line * cell, 0, line * cell, size * cell)),
         ):
             draw.line(ends, DARK if thick else LINE, 3 * scale if thick else scale)
-    empty = film["clues"].count(0)
-    text = f"evaluation {k}:  {right} of {empty} cells right"
-    draw.text((scale * side / 2, scale * side + foot / 2), text, DARK, small, anchor="mm")
+    draw.text((scale * side / 2, scale * side + foot / 2), progress(film, k), DARK, small, anchor="mm")
     return board.resize((side, side + foot // scale), Image.Resampling.LANCZOS)
 
 
@@ -90,36 +92,38 @@ def animation(film: dict[str, Any]) -> bytes:
 def draw(records: Sequence[Record]) -> Figure:
     """Figure of boards solved by evaluations, by starts and by the share answered; and of a board while it is
     solved."""
-    figure = plt.figure(figsize=(12.5, 7), layout="constrained")
-    parts: Any = figure.subfigures(2, 1, height_ratios=(1.15, 1))
-    above, below = parts
-    curve, starts, answered = above.subplots(1, 3).tolist()
+    figure = style.page(5)
+    above, below = figure.subfigures(2, 1, height_ratios=(1.7, 1), squeeze=False)[:, 0]
+    curve, starts, answered = above.subplots(1, 3, sharey=True).tolist()
     for record in records:
-        style = {"color": COLOURS[record.arm], "label": record.arm if record.seed == 0 else None, "alpha": 0.85}
+        look = style.look(record.arm) | {"label": record.arm}
+        line = {"color": look["color"]}
         if not record.shown:
-            curve.axhline(record.scores["boards as trained, %"], ls="--", **style)
+            curve.axhline(record.scores["boards as trained, %"], ls="-.", label=record.arm, **line)
             continue
-        curve.plot(*zip(*record.shown["curve"], strict=True), marker="o", ms=3, **style)
+        curve.plot(*zip(*record.shown["curve"], strict=True), **look)
         best, least = zip(*record.shown["starts"], strict=True)
         numbers = range(1, len(best) + 1)
-        starts.plot(numbers, least, marker="o", ms=3, **style)
-        starts.plot(numbers, best, ls=":", color=COLOURS[record.arm])
-        starts.axhline(record.scores["boards, any start, %"], ls="--", lw=0.8, color=COLOURS[record.arm])
+        starts.plot(numbers, least, **look)
+        starts.plot(numbers, best, ls=":", **line)
+        starts.axhline(record.scores["boards, any start, %"], ls="--", lw=0.8, **line)
         share = [100 * k / len(record.shown["answered"]) for k in range(1, len(record.shown["answered"]) + 1)]
-        answered.plot(share, record.shown["answered"], **style)
-    ticks = (1, 2, 4, 8, 16, 32, 64)
-    curve.set(xscale="log", xlabel="evaluations at test", ylabel="boards solved, %")
-    curve.set_xticks(ticks, [*map(str, ticks)], fontsize="x-small", minor=False)
-    curve.minorticks_off()
-    for axis in (curve, starts, answered):
-        axis.set_ylim(0, 103)
+        answered.plot(share, record.shown["answered"], **line)
+    for dash, text in {"-": "start of the least residual", ":": "best start", "--": "any one start"}.items():
+        starts.plot([], color=style.GREY, ls=dash, label=text)
+    curve.set_xscale("log", base=2)
+    curve.xaxis.set_major_formatter("{x:g}")
+    curve.set(xlabel="evaluations at test", ylabel="boards solved, %", ylim=(0, 103))
     starts.xaxis.get_major_locator().set_params(integer=True)
-    starts.set(xlabel="random starts: least residual, ··· best, - - any one")
-    answered.set(xlabel="share answered, least residuals first, %")
-    curve.legend(fontsize="small")
+    starts.set_xlabel("random starts")
+    answered.set_xlabel("share answered, %\n(least residuals first)")
+    style.legend(above, 3)
     if films := [record.shown["film"] for record in records if record.shown]:
         last = len(films[0]["frames"]) - 1
         for axis, part in zip(below.subplots(1, 5), (0, 0.2, 0.45, 0.7, 1), strict=True):
-            axis.imshow(picture(films[0], round(part * last)))
+            k = round(part * last)
+            board = picture(films[0], k)
+            axis.imshow(board.crop((0, 0, board.width, board.width)))
+            axis.set_title(progress(films[0], k).replace(":  ", ":\n"))
             axis.axis("off")
     return figure

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from runs import style
 from runs.options import SettingsError, StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -39,10 +39,8 @@ GAIN = 2.0  # of x relative to z, whose entries have size 1: the block is a cont
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Options):
-    """Options of the model."""
-
-    all_arms = ARMS
+class TextOptions(Options):
+    """Options of the models of text, which add their own."""
 
     width: int = option("model", "features of a character in the DEQ", 128, minimum=8)
     heads: int = option("model", "attention heads", 4, minimum=1)
@@ -51,13 +49,34 @@ class Text(Options):
     max_iter: int = option("model", "most evaluations of a solve in training", 12, minimum=1)
     context: int = option("training", "characters of a sequence", 64, minimum=2)
     batch: int = option("training", "sequences of a step", 12, minimum=1)
-    steps: int = option("training", "training steps", 2000, minimum=1)
     lr: float = option("training", "largest learning rate of AdamW, falling to a tenth", 1e-3, above=0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.width % (4 * self.heads):
             raise SettingsError(f"--width {self.width}: a multiple of {4 * self.heads}, four times --heads")
+
+    def sequences(self, text: Tensor) -> Tensor:
+        """Numbers of the characters of a training step, (batch, context + 1)."""
+        return text[torch.randint(len(text) - self.context, (self.batch, 1)) + torch.arange(self.context + 1)]
+
+    def rate(self, done: float, total: float, warm: float) -> float:
+        """Learning rate after `done` of `total`, with a warm-up and then a cosine."""
+        fallen = max(0.0, done - warm) / max(1.0, total - warm)
+        return self.lr * min((done + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * fallen))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(TextOptions):
+    """Options of the model."""
+
+    all_arms = ARMS
+
+    steps: int = option("training", "training steps", 2000, minimum=1)
+
+
+Predict = Callable[[Tensor], tuple[Tensor, "deqfast.Solution | None"]]
+"""Map from numbers of characters (B, T) to logits of the next ones, and the Solution if there was a solve."""
 
 
 class Corpus(NamedTuple):
@@ -70,7 +89,7 @@ class Corpus(NamedTuple):
     test: Tensor
 
 
-def load(options: Text) -> Corpus:
+def load(options: TextOptions) -> Corpus:
     """The text of --data-root, a file or all *.txt of a folder; or the topics of Python's help()."""
     if options.data_root is None:
         text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore").decode()
@@ -134,6 +153,14 @@ class Cell(nn.Module):
         return self(torch.cat([past, z], dim=1), x)[:, -1:]
 
 
+def initialise(model: nn.Module, blocks: int) -> None:
+    """Draw the matrices of a model as nanoGPT does, for `blocks` blocks that add to their inputs."""
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            last = name.endswith(("out.weight", "down.weight"))
+            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * blocks) if last else 0.02)
+
+
 class Language(nn.Module):
     """Logits of the next character at every position, from numbers of characters (B, T)."""
 
@@ -151,10 +178,7 @@ class Language(nn.Module):
                 cell, solver, "jfb", eval_solver=eval_solver, drop_converged=True, warn=False
             )
         self.readout = nn.Linear(width, characters, bias=False)
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                last = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * max(1, blocks)) if last else 0.02)
+        initialise(self, max(1, blocks))
 
     def forward(self, indices: Tensor) -> tuple[Tensor, deqfast.Solution | None]:
         z, solution = self.embedding(indices), None
@@ -163,25 +187,28 @@ class Language(nn.Module):
         return self.readout(self.layers(z)), solution
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Optimiser of nanoGPT's small setting."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
+
+
 def train(run: Run) -> Outcome:
     """Train an arm by nanoGPT's recipe, and measure it."""
     options: Text = run.options
     corpus = load(options)
     model = Language(run.arm, options, len(corpus.characters))
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
-    span, warm = torch.arange(options.context + 1), min(100, options.steps // 10 + 1)
+    optimizer, warm = adamw(model), min(100, options.steps // 10 + 1)
     for step in run.steps(options.steps, model=model, optimizer=optimizer):
-        fallen = max(0, step - warm) / max(1, options.steps - warm)
-        optimizer.param_groups[0]["lr"] = options.lr * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * fallen))
-        sequences = corpus.train[torch.randint(len(corpus.train) - options.context, (options.batch, 1)) + span]
+        optimizer.param_groups[0]["lr"] = options.rate(step, options.steps, warm)
+        sequences = options.sequences(corpus.train)
         logits, solution = model.train()(sequences[:, :-1])
         loss = cross_entropy(logits.mT, sequences[:, 1:])
         descend(loss, optimizer, clip=1.0)
         run.rows.append({"loss": loss.item()} | ({"evaluations": solution.evaluations} if solution else {}))
         if (step + 1) % max(1, options.steps // 20) == 0 or step + 1 == options.steps:
             part = corpus.validation[: 100 * options.context + 1]
-            run.rows[-1]["validation"] = evaluate(model, part, options)["loss"]
-    validation, test = (evaluate(model, part, options) for part in (corpus.validation, corpus.test))
+            run.rows[-1]["validation"] = evaluate(model.eval(), part, options.context)["loss"]
+    validation, test = (evaluate(model.eval(), part, options.context) for part in (corpus.validation, corpus.test))
     scores = {"loss, validation": validation.pop("loss"), "loss, test": test["loss"]} | validation
     shown: dict[str, Any] = {name: [row.get(name) for row in run.rows] for name in run.rows[-1]}
     if model.equilibrium is not None:
@@ -192,12 +219,12 @@ def train(run: Run) -> Outcome:
 
 
 @torch.no_grad()
-def evaluate(model: Language, text: Tensor, options: Text) -> dict[str, float]:
+def evaluate(model: Predict, text: Tensor, context: int) -> dict[str, float]:
     """Mean loss over the consecutive sequences of a text, and statistics of the solves."""
-    count, rows = (len(text) - 1) // options.context, list[dict[str, Tensor]]()
-    pairs = (part[: count * options.context].view(count, -1).split(64) for part in (text[:-1], text[1:]))
+    count, rows = (len(text) - 1) // context, list[dict[str, Tensor]]()
+    pairs = (part[: count * context].view(count, -1).split(64) for part in (text[:-1], text[1:]))
     for inputs, targets in zip(*pairs, strict=True):
-        logits, solution = model.eval()(inputs)
+        logits, solution = model(inputs)
         losses = cross_entropy(logits.mT, targets, reduction="none").mean(dim=1)
         solve = {"evaluations": solution.iterations, "converged": solution.converged} if solution else {}
         rows.append({"loss": losses, **solve})
@@ -258,23 +285,22 @@ def write(model: Language, prompt: Tensor, options: Text) -> tuple[float, float]
 
 def draw(records: Sequence[Record]) -> Figure:
     """Losses, evaluations in training, residuals of every character of a passage, and evaluations by character."""
-    figure = plt.figure(figsize=(13, 9), layout="constrained")
+    figure = style.page(6.6)
     axes = figure.subplot_mosaic([["loss", "used"], ["passage"] * 2, ["needed"] * 2], height_ratios=(3, 3, 2))
-    colours = {arm: f"C{i}" for i, arm in enumerate(dict.fromkeys(record.arm for record in records))}
     for record in records:
-        style: dict[str, Any] = {"color": colours[record.arm], "label": None if record.seed else record.arm}
+        look = style.look(record.arm) | {"marker": "", "label": record.arm}
         losses = {step: loss for step, loss in enumerate(record.shown["validation"], 1) if loss is not None}
-        axes["loss"].plot([*losses], [*losses.values()], **style)
+        axes["loss"].plot([*losses], [*losses.values()], **look)
         if used := record.shown.get("evaluations"):
             size = math.ceil(len(used) / 100)
             means = {k + size // 2: fmean(used[k : k + size]) for k in range(0, len(used), size)}
-            axes["used"].plot([*means], [*means.values()], **style)
-    axes["loss"].set(xlabel="step", ylabel="nats a character", title="loss on validation text")
-    axes["loss"].legend()
+            axes["used"].plot([*means], [*means.values()], **look)
+    axes["loss"].set(xlabel="step", ylabel="nats per character", title="loss on validation text")
     axes["used"].set(xlabel="step", ylabel="evaluations", title="solves of the DEQ in training")
     if shown := next((record.shown for record in records if record.arm == "deq"), None):
         draw_passage(axes["passage"], shown["passage"], shown["residuals"])
         draw_needed(axes["needed"], shown["needed"])
+    style.legend(figure)
     return figure
 
 
@@ -288,16 +314,16 @@ def draw_passage(axis: Axes, passage: str, residuals: Sequence[Sequence[float]])
     )
     axis.set_xticks(range(len(passage)), [SIGNS.get(one, one) for one in passage])
     axis.set(ylabel="evaluation", title="residual of every character of a validation passage")
+    style.bare(axis)
     axis.figure.colorbar(picture, ax=axis, label="log10, relative")
 
 
 def draw_needed(axis: Axes, needed: dict[str, float]) -> None:
     """Draw one dot per character of the alphabet."""
     names = sorted(needed, key=lambda name: needed[name])
-    axis.plot(range(len(names)), [needed[name] for name in names], "o")
+    axis.plot(range(len(names)), [needed[name] for name in names], ls="", **style.look("deq"))
     axis.set_xticks(range(len(names)), [SIGNS.get(one, one) for one in names])
     axis.set(ylabel="evaluations", title="until the residual of a character is at most 1e-2, means by character")
-    axis.grid(axis="y", alpha=0.3)
 
 
 EXAMPLE = Example(Text, train, draw, load)

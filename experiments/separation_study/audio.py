@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
 from nc_study.models import count_parameters
+from runs import style
 from runs.options import StudyError
 from scipy import signal
 from scipy.io import wavfile
@@ -175,14 +175,14 @@ def _comparison(encoding: str, rule: str, recordings: list[list[tuple[Trained, .
 
 
 def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.6), layout="constrained", squeeze=False)
-    for axis, (task, sounds) in zip(axes[0], tasks.items(), strict=True):
+    figure, axes = style.panels(-(-len(tasks) // 2), min(2, len(tasks)), sharex=True, sharey=True)
+    for axis, (task, sounds) in zip(axes.flat, tasks.items(), strict=False):
         for name, content in sounds.items():
             frequencies, power = signal.welch(wavfile.read(io.BytesIO(content))[1] / 32767, RATE)
-            axis.semilogy(frequencies, power, label=name.removesuffix(".wav"))
-        axis.set(title=task, xlabel="Hz", ylim=(RESOLUTION, None))
-    axes[0, 0].set_ylabel("power density")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+            look = style.look(name) | {"marker": ""}
+            axis.semilogy(frequencies, power, label=name.removesuffix(".wav"), **look)
+        axis.set(title=task, xlabel="Hz", ylabel="power density", ylim=(RESOLUTION, None))
+    style.legend(figure)
     return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Welch's estimate, of seed 0.", figure)
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
+from runs import style
 from scipy.integrate import solve_ivp
 from scipy.linalg import null_space
 from torch import Tensor, nn
@@ -302,19 +302,20 @@ def _descent_rows(descents: list[Descent]) -> Rows:
 
 
 def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
-    figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for rule in RULES:
+    figure, ((axis,),) = style.panels(height=3)
+    for rule, shift in zip(RULES, (0.97, 1, 1.03), strict=True):  # so that no bar covers another
         groups = [
             [one.participation for one in flows if (one.rule, one.initial, one.two_sided) == (rule.name, start, False)]
             for start in sizes.initials
         ]
-        axis.errorbar(
-            sizes.initials, list(map(np.mean, groups)), list(map(np.std, groups)), marker="o", label=rule.name
-        )
+        means, deviations = list(map(np.mean, groups)), list(map(np.std, groups))
+        shifted = [start * shift for start in sizes.initials]
+        axis.errorbar(shifted, means, deviations, capsize=2, label=rule.name, **style.look(rule.name))
     axis.set(xscale="log", xlabel="β(0)", ylabel="participation ratio of the limit")
-    axis.legend()
-    axis.grid(alpha=0.3)
-    caption = "How dense the limit is against the initialisation: mean over problems and seeds, bars their deviation."
+    style.decimal(axis.xaxis)
+    style.legend(figure)
+    caption = "How dense the limit is against the initialisation: mean over problems and seeds, bars their deviation. "
+    caption += "The points of one β(0) are drawn next to one another."
     return Picture("diagonal", "Bias and initialisation", DERIVED, caption, figure)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
+from runs import style
 from torch import Tensor, nn
 
 from .claims import Comparison, compare
@@ -147,12 +147,16 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
 
 
 def _picture(found: list[Result]) -> Picture:
-    figure, axes = plt.subplots(len(found[0].networks), 2, figsize=(9, 4.2), layout="constrained", squeeze=False)
+    figure, axes = style.panels(len(found[0].networks), 2, height=1.2, sharex=True, sharey=True)
     for index, (row, network) in enumerate(zip(axes, found[0].networks, strict=True)):
         for axis, when in zip(row, ("before", "after"), strict=True):
             image = np.array([getattr(one.features[index], when) for one in found])
-            axis.imshow(image / max(image.max(), 1e-12), vmin=0, vmax=1, aspect="auto", cmap="gray")
-            axis.set(title=f"{network.name}, {when}", xticks=range(0, D, 5), yticks=range(len(found)), ylabel="seed")
+            shown = axis.imshow(image / max(image.max(), 1e-12), vmin=0, vmax=1, aspect="auto")
+            axis.set(title=f"{network.name}, {when} training", xticks=range(0, D, 5), yticks=range(len(found)))
+            style.bare(axis)
+        row[0].set_ylabel("seed")
+    figure.supxlabel("feature")
+    figure.colorbar(shown, ax=axes, label="share of the largest")
     caption = "Mean magnitude of 20 features in units of the network's largest; darker is smaller. A row is a seed."
     return Picture("heatmap", "Feature heat maps", RECONSTRUCTION, caption, figure)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nc_study.figures import png
 from nc_study.reporting.document import render, to_html
 from runs.files import prepare_out, write_atomically
+from runs.style import png
 
 from .frame import SOURCES, Experiment, jobs_of
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
 from nc_study.config import ARMS, Settings, arm_options, settings_from
 from nc_study.data import find_source, load
 from nc_study.models import ResNet18, build, choose_kernel
 from nc_study.reporting.runs import collect
 from nc_study.rundir import RunDirectory
 from nc_study.training import Trainer
+from runs import style
 from runs.options import StudyError
 from scipy import stats
 from torch import Tensor
@@ -222,10 +222,10 @@ def _row(task: str, seeds: list[Arm]) -> Row:
 
 
 def _picture(unit: Unit, result: Result) -> Picture:
-    size = (len(result.arms) + 1, len(result.shown))
-    figure, axes = plt.subplots(*size, figsize=(1.4 * size[1], 1.4 * size[0]), layout="constrained", squeeze=False)
+    figure, axes = style.panels(len(result.arms) + 1, len(result.shown), height=style.WIDTH / len(result.shown))
     for column, picture in zip(axes.T, result.shown, strict=True):
         column[0].imshow(np.frombuffer(picture, np.uint8).reshape(32, 32, 3))
+    axes[0, 0].set_ylabel("image")
     for row, arm in zip(axes[1:], result.arms, strict=True):
         row[0].set_ylabel(arm.name)
         for axis, one in zip(row, arm.maps, strict=True):
@@ -233,6 +233,7 @@ def _picture(unit: Unit, result: Result) -> Picture:
             axis.imshow(np.reshape(one, (side, side)), cmap="magma", vmin=0)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
+        style.bare(axis)
     caption = f"The first test images, and each arm's maps, in units of their largest; {unit}."
     return Picture("saliency", "Grad-CAM's maps", RECONSTRUCTION, caption, figure)
 

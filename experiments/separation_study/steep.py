@@ -12,8 +12,8 @@ from functools import partial
 from statistics import fmean
 
 import torch
-from matplotlib import pyplot as plt
 from nc_study.models import count_parameters
+from runs import style
 from torch import Tensor
 
 import deqfast
@@ -228,18 +228,21 @@ def _shares(found: list[Result]) -> tuple[float, float]:
 
 
 def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
-    figure, axes = plt.subplots(2, len(SAMPLINGS), figsize=(8, 5.6), layout="constrained", sharex=True)
+    figure, axes = style.panels(2, len(SAMPLINGS), sharex=True, sharey="row")
     for column, sampling in zip(axes.T, SAMPLINGS, strict=True):
         chosen = {int(task.split("-")[0][1:]): seeds for task, seeds in tasks.items() if task.endswith(sampling)}
-        for index, kinds in enumerate(zip(*(zip(*seeds, strict=True) for seeds in chosen.values()), strict=True)):
-            color, dash = f"C{index % (1 + len(DEPTHS))}", "--" if kinds[0][0].name.endswith("bounded") else "-"
-            style = {"color": color, "linestyle": dash, "marker": "o", "ms": 3}
+        for kinds in zip(*(zip(*seeds, strict=True) for seeds in chosen.values()), strict=True):
+            name = kinds[0][0].name
+            look = style.look(name) | {"ls": "--" if name.endswith("bounded") else "-", "label": name}
             weights = [fmean(one.largest_weight for one in networks) for networks in kinds]
-            column[0].plot(list(chosen), weights, label=kinds[0][0].name, **style)
-            column[1].plot(list(chosen), [fmean(one.error("largest") for one in seeds) for seeds in kinds], **style)
-        column[0].set(title=sampling, ylabel="largest weight", yscale="log")
-        column[1].set(xlabel="d = -log2 δ", ylabel="largest error", yscale="log")
-    axes[0, 0].legend(fontsize="x-small", handlelength=4)
+            column[0].plot(list(chosen), weights, **look)
+            column[1].plot(list(chosen), [fmean(one.error("largest") for one in seeds) for seeds in kinds], **look)
+        column[0].set(title=f"x {sampling}", yscale="log")
+        column[1].set(xlabel="d = -log2 δ", yscale="log", xticks=list(chosen))
+    for axis, label in zip(axes[:, 0], ("largest weight", "largest error"), strict=True):
+        axis.set_ylabel(label)
+        style.decimal(axis.yaxis)
+    style.legend(figure, 2, handlelength=4)
     caption = "Largest weight and largest error against d, means over seeds; the zero function's largest error is 1."
     return Picture("steep", "Steep functions", RECONSTRUCTION, caption, figure)
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TypeVar
 
 import numpy as np
-from matplotlib import pyplot as plt
+from runs import style
 
 from .frame import Picture, Row, Rows, Table, Unit
 from .networks import Trained
@@ -65,17 +65,15 @@ def curves(
     name: str, title: str, source: str, tasks: Mapping[str, Seeds], error: str, label: str, level: float | None = None
 ) -> Picture:
     """Draw an error of the networks of every task against training steps, as the median over seeds, and a level."""
-    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 3.6), layout="constrained", squeeze=False)
-    lines = {}
-    for axis, (task, seeds) in zip(axes[0], tasks.items(), strict=True):
-        for index, networks in enumerate(zip(*seeds, strict=True)):
+    figure, (axes,) = style.panels(1, len(tasks), sharey=True)
+    for axis, (task, seeds) in zip(axes, tasks.items(), strict=True):
+        for networks in zip(*seeds, strict=True):
             found = np.array([one.errors[error] for one in networks], dtype=float)
-            (lines[networks[0].name],) = axis.plot(
-                networks[0].steps, np.median(found, axis=0), marker="o", ms=3, color=f"C{index}"
-            )
+            look = style.look(kind := networks[0].name) | {"ls": "--" if kind.endswith("FLOPs") else "-"}
+            axis.plot(networks[0].steps, np.median(found, axis=0), label=kind, **look)
         if level is not None:
-            axis.axhline(level, color="grey", ls=":")
+            axis.axhline(level, color=style.GREY, ls=":")
         axis.set(title=task, xlabel="step", yscale="log")
-    axes[0, 0].set_ylabel(label)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")
+    axes[0].set_ylabel(label)
+    style.legend(figure, 3, handlelength=3)
     return Picture(name, title, source, "Against training steps, median over seeds.", figure)

@@ -12,7 +12,7 @@ import model
 import numpy as np
 import pytest
 import torch
-from models import cells, flipflop, frame, graphs, images, looped, restoration, sudoku, text
+from models import cells, flipflop, frame, graphs, images, looped, looped_text, restoration, scf, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
@@ -25,7 +25,9 @@ from deqfast.testing import after_solve, rounding
 GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
 FLIPFLOP = flipflop.FlipFlop(bits=1, width=4, steps=3, batch_size=2, length=5, starts=6, descents=3)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
+LOOPED = looped_text.LoopedText(budget=40, batch=2, context=16, width=16, heads=2)
 SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "starts": 2, "width": 4, "batch_size": 2}
+SCF = scf.Scf(molecules=3, chains=2, atoms=8, evaluations=40, repeats=1)
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
 SCRIPTS = {  # with small options, a score and its range, and a score that only solves have
     "cells": (cells, cells.Cells(epochs=1, images=16, batch=8, width=4, features=4), ("accuracy", 0, 100), "converged"),
@@ -33,7 +35,9 @@ SCRIPTS = {  # with small options, a score and its range, and a score that only 
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
     "looped": (looped, looped.Looped(size="4", seconds=1e-3, **SUDOKU), ("boards, %", 0, 100), "carry: rows"),
+    "looped_text": (looped_text, LOOPED, ("loss, test", 2, 5), "evaluations, training"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
+    "scf": (scf, SCF, ("molecules: evaluations", 1, 40), "molecules: converged, %"),
     "sudoku": (sudoku, sudoku.Sudoku(size="4", **SUDOKU), ("boards, any start, %", 0, 100), "evaluations a solve"),
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
 }
@@ -63,7 +67,9 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         "deq-regularised",
         *cells.ARMS,
         *flipflop.ARMS,
+        *scf.ARMS,
         *looped.ARMS,
+        *looped_text.ARMS[3:],
         *["explicit-parameters"] * (name == "sudoku"),
     )
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
@@ -111,6 +117,30 @@ def test_the_commands_of_the_pages_are_understood():
     for name, words in found:
         assert parsed(SCRIPTS[name][0].EXAMPLE.options, None, [], words.split())
     assert {name for name, _ in found} == {*SCRIPTS} == {*model.MODELS}
+
+
+def applications(monkeypatch, arm):
+    """Applications of the cell in a step of training, by whether they are differentiated, and the model."""
+    seen = {False: 0, True: 0}
+    forward = text.Cell.forward
+
+    def counted(self, z, x):
+        seen[torch.is_grad_enabled()] += 1
+        return forward(self, z, x)
+
+    monkeypatch.setattr(text.Cell, "forward", counted)
+    torch.manual_seed(0)
+    options = looped_text.LoopedText(batch=2, context=16, width=16, heads=2, tol=1e-4)
+    language = looped_text.Looped(arm, options, 10)
+    return seen, language, language(torch.randint(10, (2, 16)))
+
+
+@pytest.mark.parametrize("arm", looped_text.ARMS)
+def test_the_budget_counts_what_an_arm_applies(arm, monkeypatch):
+    seen, language, (logits, solution) = applications(monkeypatch, arm)
+    assert logits.requires_grad and (language.added > 0) == (arm in ("internalised", "consistent"))
+    assert language.used == seen[False] + 3 * (seen[True] + looped_text.TRUNK)
+    assert (solution is None) == (arm in looped_text.LOOPS)
 
 
 def test_twins_have_as_many_parameters():

@@ -10,6 +10,7 @@ from nc_study import figures
 from nc_study.reporting.document import TEMPLATES
 from nc_study.reporting.pictures import pictures
 from nc_study.reporting.runs import collect
+from runs import style
 from scipy import stats
 from study_helpers import made_up_result, made_up_settings
 
@@ -29,10 +30,11 @@ def test_seeds_become_a_mean_and_a_band_and_networks_differ_in_more_than_colour(
     assert nc2.get_ylabel() == "NC2 centred" and nc2.lines[1].get_ydata()[-1] == pytest.approx(0.9)
     jfb = [line for line in accuracy.lines if line.get_marker() == "s" and line.get_linestyle() == "-"]
     assert list(jfb[0].get_ydata()) == pytest.approx([41.6, 41.7, 41.8, 41.9])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["explicit", "DEQ, JFB"]
+    explained = ["explicit", "DEQ, JFB", "majority classes", "minority classes"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == explained
     assert len(accuracy.collections) == 6, "a band for each network and group of classes"
     assert list(nc1.lines[0].get_xdata()) == [2, 4] and nc1.get_yscale() == "log"
-    assert {(line.get_color(), line.get_marker()) for line in nc2.lines} == {("#0072B2", "o"), ("#D55E00", "s")}
+    assert {(line.get_color(), line.get_marker()) for line in nc2.lines} == {(style.BLUE, "o"), (style.PURPLE, "s")}
 
 
 def test_dots_are_paired_by_seed_next_to_the_interval_the_papers_gain_and_a_ring(made_up, monkeypatch):
@@ -67,4 +69,4 @@ def test_the_features_figure_holds_cosines():
     figure = figures.features_figure({"deq-jfb": (features, labels)}, 10, 3, "heading")
     cosines = figure.axes[1].images[0].get_array()
     assert np.allclose(cosines[:3, :3], [[1, 0, 0], [0, 1, 0], [0, 0, 0]], atol=1e-6)
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == list("0123456789")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list("0123456789")

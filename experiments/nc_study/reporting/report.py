@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from runs.files import prepare_out, write_atomically
+from runs.style import png
 
-from ..figures import png
+from ..figures import LABELS
 from ..paper import PAPER, TABLES
 from ..protocol import CLAIMS, PRECISION_POINTS, PRIMARY, TRIAL_SETTING, counts, tuning
 from ..record import AVERAGED
@@ -109,7 +110,7 @@ def _obstacle(share: float | None, checked: dict[str, float]) -> str:
 
 def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
     """Make the tables of a group, and its figures under names that begin with the prefix."""
-    pairs = [(arm, "explicit") for arm in tables.NAMES]
+    pairs = [(arm, "explicit") for arm in LABELS]
     controls = [(DEQ, "once"), (DEQ, "explicit-norm")]
     differences = tables.difference_rows(group, [*pairs, *controls, ("deq-jfb", DEQ)])
     figures = {}

@@ -13,7 +13,7 @@ from runs.files import read_arrays
 from deqfast.metrics import ClassGeometry, class_geometry
 
 from ..config import Setting
-from ..figures import ARMS
+from ..figures import LABELS
 from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import FRESH, GRID, PRIMARY, TUNED, Tuning
 from ..record import COLLAPSE, GROUPS, LATE, NetworkResult, Number, Spread
@@ -22,7 +22,6 @@ from .runs import Group, Run, apart, identity
 from .verdicts import NOTHING, Judgement, differences, shown
 
 Row = dict[str, object]
-NAMES = {arm: drawn[0] for arm, drawn in ARMS.items()}
 QUANTITIES = {name: name for name in (*GROUPS, *LATE.values())} | {name.upper(): name for name in COLLAPSE}
 QUANTITIES |= {"NC2 centred": "nc2_centered", "NC3 centred": "nc3_centered"}
 """Columns of tables, and the quantity that each shows."""
@@ -60,9 +59,9 @@ def value(one: NetworkResult, column: str) -> Number:
 def arm_rows(group: Group, columns: Sequence[str]) -> list[Row]:
     """Show every arm in every setting over seeds, in columns that `value` knows."""
     rows: list[Row] = []
-    for setting, arm in product(group.settings, ARMS):
+    for setting, arm in product(group.settings, LABELS):
         if networks := list(group.networks(setting, arm).values()):
-            row: Row = {"setting": setting.imbalance, "arm": NAMES[arm], "seeds": len(networks)}
+            row: Row = {"setting": setting.imbalance, "arm": LABELS[arm], "seeds": len(networks)}
             rows.append(row | {name: over_seeds([value(one, name) for one in networks]) for name in columns})
     return rows
 
@@ -73,7 +72,7 @@ def difference_rows(group: Group, pairs: Sequence[tuple[str, str]], columns: Seq
     for setting, (arm, control) in product(group.settings, pairs):
         found = {name: group.differences(setting, arm, control, QUANTITIES[name]) for name in columns}
         if arm != control and found["overall"]:
-            row: Row = {"setting": setting.imbalance, "arms": f"{NAMES[arm]} − {NAMES[control]}"}
+            row: Row = {"setting": setting.imbalance, "arms": f"{LABELS[arm]} − {LABELS[control]}"}
             row["pairs"] = len(found["overall"])
             rows.append(row | {name: shown(QUANTITIES[name], [list(one.values())]) for name, one in found.items()})
     return rows
@@ -87,7 +86,7 @@ def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
         name = "overall" if late.quantity else "NC2 centred"
         contradicts = one.found is not None and sum(map(sum, fresh)) * one.found.mean < 0
         yield {
-            "claim": f"{claim.name}: {name} {claim.expected} than {NAMES[claim.control]}",
+            "claim": f"{claim.name}: {name} {claim.expected} than {LABELS[claim.control]}",
             "verdict": one.verdict,
             "difference": one.shown,
             "p (Holm)": f"{one.p:.3f}",
@@ -139,10 +138,10 @@ def geometry_rows(group: Group) -> Iterator[Row]:
 
     They are of the last epoch, for every arm in every imbalanced setting, over the seeds that saved their class means.
     """
-    for setting, arm in product([one for one in group.settings if one.majority], ARMS):
+    for setting, arm in product([one for one in group.settings if one.majority], LABELS):
         runs = group.runs.get((setting, arm), {}).values()
         if seeds := [found for run in runs if (found := geometry_of(run, setting))]:
-            row: Row = {"setting": setting.imbalance, "arm": NAMES[arm], "seeds": len(seeds)}
+            row: Row = {"setting": setting.imbalance, "arm": LABELS[arm], "seeds": len(seeds)}
             for part, (name, label) in product(("means", "classifier"), TARGETS.items()):
                 row[f"{part}: {label}"] = over_seeds([getattr(getattr(one, part), name) for one in seeds])
             row["minority's cosine"] = over_seeds([one.classifier and one.classifier.minority_cosine for one in seeds])
@@ -165,7 +164,7 @@ def chosen_rows(tuning: Tuning) -> Iterator[Row]:
     """
     for arm, chosen in tuning.chosen.items():
         *others, best = sorted(one.overall for one in tuning.trials if one.arm == arm and one.overall is not None)
-        row: Row = {"arm": NAMES[arm]}
+        row: Row = {"arm": LABELS[arm]}
         row |= {name: f"{chosen[option]:g}" for name, option in zip(("rate", "decay", "gain"), TUNED, strict=True)}
         row["rate"] = f"{row['rate']}{' (edge)' if chosen['lr'] in (GRID['lr'][0], GRID['lr'][-1]) else ''}"
         spread = f"{others[0]:.2f} to {others[-1]:.2f}" if others else NOTHING
@@ -180,12 +179,12 @@ def broken(network: NetworkResult) -> list[int]:
 
 def broken_rows(group: Group) -> Iterator[Row]:
     """Show the epochs in which a run's loss rose by more than half, with the share of solves that converged then."""
-    for setting, arm in product(group.settings, ARMS):
+    for setting, arm in product(group.settings, LABELS):
         for seed, one in group.networks(setting, arm).items():
             for at in broken(one):
                 row: Row = {
                     "setting": setting.imbalance,
-                    "arm": NAMES[arm],
+                    "arm": LABELS[arm],
                     "seed": seed,
                     "epoch": one.curves["epoch"][at],
                 }

@@ -1,0 +1,187 @@
+"""Anderson with the caller's own errors and proposals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deqfast import Anderson, DEQBlock, Implicit, LinearCell, solve
+from deqfast.testing import assert_same_solution, rounding
+
+
+class Map:
+    """tanh(W z) + b of B samples of D numbers, each with its own W; the first is the steepest."""
+
+    def __init__(self, batch=3, dim=12, device="cpu"):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(batch, dim, dim, dtype=torch.float64, generator=generator)
+        rates = torch.tensor([1.5, 0.9, 0.2, 0.6, 0.3][:batch], dtype=torch.float64)
+        weight = rates[:, None, None] * weight / torch.linalg.matrix_norm(weight, 2)[:, None, None]
+        bias = torch.randn(batch, dim, dtype=torch.float64, generator=generator)
+        self.weight, self.bias = weight.to(device), bias.to(device)
+        self.start = torch.zeros_like(self.bias)
+
+    def __call__(self, z, rows=slice(None)):
+        rows = slice(None) if rows is None else rows
+        return torch.tanh((self.weight[rows] @ z[..., None])[..., 0]) + self.bias[rows]
+
+
+class Recorded:
+    """A `mixing_fn` with 20 numbers of error a sample and a preconditioner, which keeps what it saw and returned."""
+
+    def __init__(self, device, dim=12):
+        generator = torch.Generator().manual_seed(1)
+        self.metric = torch.randn(dim, 4, 5, dtype=torch.float64, generator=generator).to(device)
+        self.preconditioner = torch.linspace(0.5, 1.0, dim, dtype=torch.float64, device=device)
+        self.seen = self.error, self.z, self.proposal = [], [], []
+
+    def __call__(self, z, fz, rows=None):
+        error = torch.einsum("bd,dij->bij", fz - z, self.metric)
+        proposal = z + self.preconditioner * (fz - z)
+        for kept, rows in zip(self.seen, (error.flatten(1), z, proposal), strict=True):
+            kept.append(rows.clone().cpu())
+        return error, proposal
+
+
+def pulay(errors, targets):
+    """Next iterate of a sample by Pulay's equations, from rows (n, E) and (n, D), and the condition of the errors."""
+    # In the plane sum c_i = 1, by orthogonal factors instead of normal equations.
+    differences = (errors[1:] - errors[:-1]).T
+    gamma = torch.linalg.lstsq(differences, errors[-1:].T, driver="gelsd").solution
+    lengths = differences.norm(dim=0)
+    values = torch.linalg.svdvals(differences / lengths)
+    return targets[-1] - (targets[1:] - targets[:-1]).T @ gamma[:, 0], float(values[0] / values[-1])
+
+
+@pytest.mark.parametrize(("relaxation", "history"), [(1.0, 2), (0.7, 5)])
+def test_every_step_is_pulays(relaxation, history, kernel, device):
+    f, mixing = Map(device=device), Recorded(device)
+    solver = Anderson(1e-3, 9, history_size=history, relaxation=relaxation, ridge=0.0, mixing_fn=mixing)
+    ends = solve(f, f.start, solver, kernel).iterations.tolist()
+    compared = frozen = 0
+    for k in range(1, len(mixing.z) - 1):
+        kept = slice(max(0, k - history), k + 1)
+        for i in range(len(f.start)):
+            found = mixing.z[k + 1][i]
+            if k + 1 >= ends[i]:
+                assert torch.equal(found, mixing.z[k][i])
+                frozen += 1
+                continue
+            errors, z, proposal = (torch.stack([rows[i] for rows in kind[kept]]) for kind in mixing.seen)
+            expected, condition = pulay(errors, z + relaxation * (proposal - z))
+            # Normal equations square the condition number.
+            bound = rounding(torch.float64, errors.numel()) * condition**2 * float(z.norm())
+            assert (found - expected).norm() <= bound < 1e-6
+            compared += 1
+    assert compared >= 12 and frozen
+
+
+@pytest.mark.parametrize("relaxation", [1.0, 0.5])
+def test_with_the_residual_it_is_anderson(relaxation):
+    f = Map()
+    solver = Anderson(1e-10, 60, relaxation=relaxation)
+    plain = solve(f, f.start, solver, "torch", trace=True)
+    mixed = solve(f, f.start, replace(solver, mixing_fn=lambda z, fz: (fz - z, fz)), trace=True)
+    assert plain.converged.all() and mixed.converged.all()
+    # The ridge bounds the condition number of the normal equations by 1e6; the first steps have few pairs.
+    torch.testing.assert_close(mixed.trace[:6], plain.trace[:6], rtol=6 * 1e6 * rounding(torch.float64), atol=0.0)
+    slope = 1 / (1 - 0.9)  # of the two contractions
+    gap = (mixed.value - plain.value).norm(dim=1) / plain.value.norm(dim=1)
+    assert (gap[1:] <= 2 * slope * 1e-10).all()
+
+
+def test_samples_that_are_done_leave_the_batch():
+    f = Map(batch=5)
+    sizes = []
+
+    def mixing(z, fz, rows=None):
+        sizes.append((len(z), None if rows is None else len(rows)))
+        metric = f.weight if rows is None else f.weight[rows]
+        return ((fz - z)[:, None] @ (metric + torch.eye(12, dtype=torch.float64)))[:, 0], fz
+
+    solver = Anderson(1e-8, 60, mixing_fn=mixing)
+    whole = solve(f, f.start, solver)
+    assert sizes == [(5, None)] * len(sizes)
+    sizes.clear()
+    compact = solve(f, f.start, solver, drop_converged=True)
+    assert_same_solution(compact, whole, but=("sample_evaluations",))
+    assert sizes[0] == (5, None) and sizes[-1][0] == sizes[-1][1] < 5
+
+
+def test_structures_groups_and_scales():
+    """The function sees z as f does; a sample of several rows has one window."""
+    weight = torch.linspace(0.1, 0.9, 6, dtype=torch.float64)[:, None]
+    groups = torch.tensor([1, 0, 1, 0, 2, 1])
+    same = (groups[:, None] == groups).double()
+    average = same / same.sum(1, keepdim=True)
+
+    def f(z):
+        return {"a": weight * torch.cos(average @ z["a"]) + z["b"].real[:, :1], "b": 0.3j * torch.sin(z["b"]) + 1}
+
+    seen = []
+
+    def mixing(z, fz):
+        seen.append((z["a"].shape, fz["b"].dtype))
+        return fz["b"] - z["b"], {key: z[key] + 0.9 * (fz[key] - z[key]) for key in ("b", "a")}
+
+    start = {"a": torch.zeros(6, 4, dtype=torch.float64), "b": torch.zeros(6, 2, dtype=torch.complex128)}
+    solver = Anderson(1e-9, 60, mixing_fn=mixing)
+    found = solve(f, start, solver, groups=groups, scale={"a": 4.0, "b": 1.0})
+    assert found.converged.all() and len(found.status) == 3
+    assert set(seen) == {((6, 4), torch.complex128)}
+    exact = solve(f, start, Anderson(1e-12, 200), groups=groups)
+    for key in start:
+        torch.testing.assert_close(found.value[key], exact.value[key], rtol=1e-7, atol=0.0)  # 1e-9 / (1 - 0.9), twice
+
+
+def test_gradients_do_not_depend_on_it():
+    cell, x = LinearCell(6).double(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    solver = Anderson(1e-10, 60)
+    gradients = []
+    for mixing_fn in (None, lambda z, fz: ((fz - z) * torch.arange(1.0, 7.0), fz)):
+        block = DEQBlock(cell, replace(solver, mixing_fn=mixing_fn), Implicit(Anderson(1e-10, 100)))
+        gradients.append(torch.autograd.grad(block(x).square().sum(), x)[0])
+        compiled = torch.compile(block, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), block(x), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
+
+
+def test_errors_that_are_not_finite_give_plain_steps():
+    f = Map(batch=2)
+    broken = solve(f, f.start, Anderson(1e-6, 5, mixing_fn=lambda z, fz: ((fz - z) * torch.nan, fz)))
+    plain = f.start
+    for _ in range(4):
+        plain = f(plain)
+    torch.testing.assert_close(broken.value[1], plain[1], rtol=0.0, atol=0.0)
+
+
+WRONG = [
+    (lambda z, fz: fz - z, TypeError, r"must return a tuple \(error, proposal\), got Tensor"),
+    (
+        lambda z, fz: (None, fz),
+        ValueError,
+        "the error must be a floating-point or complex tensor of 3 rows, got NoneType",
+    ),
+    (lambda z, fz: ((fz - z).sum(0), fz), ValueError, r"of 3 rows, got torch.float64 \(12,\)"),
+    (lambda z, fz: (fz - z, fz[:, :3]), ValueError, r"whose proposal takes the place of f's value: .* got \(3, 3\)"),
+    (lambda z, fz: (fz.sub_(z), z), ValueError, "must not modify its arguments"),
+]
+
+
+@pytest.mark.parametrize(("mixing_fn", "kind", "said"), WRONG)
+def test_a_wrong_function_is_told(mixing_fn, kind, said):
+    f = Map()
+    with pytest.raises(kind, match=said):
+        solve(f, f.start, Anderson(mixing_fn=mixing_fn))
+
+
+def test_wrong_settings_are_told():
+    with pytest.raises(TypeError, match="mixing_fn must be callable, got 3"):
+        Anderson(mixing_fn=3)
+    for wrong in ({"kind": "I"}, {"history_dtype": torch.bfloat16}):
+        with pytest.raises(ValueError, match="mixing_fn needs kind='II' and history_dtype=None, got '"):
+            Anderson(mixing_fn=lambda z, fz: (fz - z, fz), **wrong)
+    with pytest.raises(ValueError, match="no mixing_fn"):
+        Implicit(Anderson(mixing_fn=lambda z, fz: (fz - z, fz)))
