@@ -26,8 +26,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from runs import style
 from runs.options import option
 from torch import Tensor
 
@@ -38,10 +38,10 @@ from .sudoku import Block, Equilibrium, State, Sudoku, drawn, loss_of, percent, 
 from .sudoku_puzzles import encode, generate, tensors
 
 ARMS = ("carry", "all-steps")
-COLOURS = {"carry": "#D55E00", "all-steps": "#0072B2"}
+LOOKS = {"carry": {"color": style.VERMILLION, "marker": "D"}, "all-steps": {"color": style.BLUE, "marker": "o"}}
 MOST = 8  # steps of a puzzle
-TESTS = 8  # during training, at equal distances
-PART, ROWS = 8, 64  # evaluations between two refills, and rows of a batch, when a trained block solves
+TESTS = 6  # during training, at equal distances
+PART, ROWS = 8, 32  # evaluations between two refills, and rows of a batch, when a trained block solves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Looped(Sudoku):
 
     all_arms = ARMS
 
-    seconds: float = option("training", "CPU seconds of training", 40.0, above=0.0)
+    seconds: float = option("training", "CPU seconds of training", 30.0, above=0.0)
     steps: int = option("training", "most training steps", 1_000_000, minimum=1)
-    tests: int = option("data", "puzzles to test on", 256, minimum=1)
+    tests: int = option("data", "puzzles to test on", 128, minimum=1)
 
 
 class Loop(Equilibrium):
@@ -176,26 +176,21 @@ def counted(solutions: Sequence[Any], seconds: float, answer: Tensor, digits: Te
 
 def draw(records: Sequence[Record]) -> Figure:
     """Figure of boards solved and of puzzles seen against CPU seconds, and of rows evaluated by each way."""
-    figure, (boards, puzzles, ways) = plt.subplots(1, 3, figsize=(12.5, 3.8), layout="constrained")
+    figure, ((boards, puzzles, ways),) = style.panels(1, 3)
     for record in records:
-        style: dict[str, Any] = {"color": COLOURS[record.arm], "marker": "o", "ms": 3, "alpha": 0.85}
-        style["label"] = record.arm if record.seed == 0 else None
-        seconds = [row["seconds"] for row in record.shown["rows"]]
-        boards.plot(seconds, [row["boards"] for row in record.shown["rows"]], **style)
-        puzzles.plot(seconds, [row["puzzles"] for row in record.shown["rows"]], **style)
+        rows, look = record.shown["rows"], {"label": record.arm, **LOOKS[record.arm]}
+        for axis, name in ((boards, "boards"), (puzzles, "puzzles")):
+            axis.plot([row["seconds"] for row in rows], [row[name] for row in rows], **look)
     names = list(records[0].shown["ways"])
     for i, arm in enumerate(dict.fromkeys(record.arm for record in records)):
         mine = [record.shown["ways"] for record in records if record.arm == arm]
         heights = [fmean(one[name]["rows"] for one in mine) for name in names]
-        places = [k + 0.35 * i for k in range(len(names))]
-        ways.bar(places, heights, 0.33, color=COLOURS[arm], label=f"block of {arm}")
+        ways.bar([k + 0.35 * i for k in range(len(names))], heights, 0.33, color=LOOKS[arm]["color"])
     ways.set_xticks([k + 0.17 for k in range(len(names))], names)
-    boards.set(xlabel="CPU seconds of training", ylabel="boards solved, %", ylim=(0, 102))
-    puzzles.set(xlabel="CPU seconds of training", ylabel="puzzles seen")
-    ways.set(ylabel="rows evaluated to solve the test puzzles")
-    for axes in (boards, puzzles, ways):
-        axes.legend(frameon=False, fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
+    boards.set(title="boards solved, %", xlabel="CPU seconds of training", ylim=(0, 102))
+    puzzles.set(title="puzzles seen", xlabel="CPU seconds of training")
+    ways.set(title="rows evaluated for the test", xlabel="way to solve, by trained block")
+    style.legend(figure)
     return figure
 
 
