@@ -14,7 +14,8 @@ One thing was changed after a run: the first form took phantom gradients at the 
 solve converged then. Boards solved went up and down between 0 and 77 % with the carry, and ended at 41 % without it.
 
 Afterwards the trained block solves puzzles in batches in three ways. all rows: each batch until its slowest puzzle is
-done. drop_converged: the same with this option. carry: the batch is refilled after every eight evaluations.
+done. drop_converged: the same with this option. carry: the batch is refilled after every eight evaluations. All have
+the same starts.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Looped(Sudoku):
     seconds: float = option("training", "CPU seconds of training", 30.0, above=0.0)
     steps: int = option("training", "most training steps", 1_000_000, minimum=1)
     tests: int = option("data", "puzzles to test on", 128, minimum=1)
+    served: int = option("data", "puzzles that the trained block solves in three ways", 512, minimum=1)
 
 
 class Loop(Equilibrium):
@@ -115,7 +117,8 @@ def train(run: Run) -> Outcome:
             run.rows.append(row | {"loss": loss.item()})
         if ends:
             break
-    last, ways = run.rows[-1], solved_in_ways(model, encode(asked), answers, options.evaluations)
+    served = tensors([generate(size, options.shown, rng_of_tests) for _ in range(options.served)], size)
+    last, ways = run.rows[-1], solved_in_ways(model, encode(served[0]), served[1], options.evaluations)
     scores = {"boards, %": last["boards"], "mean of the tests, %": fmean(row["boards"] for row in run.rows)}
     scores |= {"CPU seconds": last["seconds"], "steps": last["step"], "puzzles": last["puzzles"]}
     for name, way in ways.items():
@@ -146,22 +149,24 @@ def tested(model: Loop, x: Tensor, digits: Tensor, seed: int) -> Tensor:
 
 @torch.no_grad()
 def solved_in_ways(model: Loop, x: Tensor, digits: Tensor, most: int) -> dict[str, dict[str, float]]:
-    """Calls of the block, rows in them, CPU seconds and boards of the three ways to solve all puzzles."""
+    """Calls of the block, rows in them, CPU seconds and boards of three ways to solve all puzzles from the same starts."""
     found: dict[str, dict[str, float]] = {}
+    tensors_of_all = x, torch.arange(len(x)), *model.cell.start(x)
+    batches = list(zip(*(one.split(ROWS) for one in tensors_of_all), strict=True))
     for name, drops in (("all rows", False), ("drop_converged", True)):
         solver = Loop(model.cell, most).eval()
         solver.drop_converged = drops
         begun = time.process_time()
-        done = [solver(part, return_solution=True) for part in x.split(ROWS)]
+        done = [solver(part, (y, z), return_solution=True) for part, _, y, z in batches]
         seconds, answer = time.process_time() - begun, torch.cat([y for (y, _), _ in done])
         found[name] = counted([solution for _, solution in done], seconds, answer, digits)
     solver, begun = Loop(model.cell, PART).eval(), time.process_time()
-    carry = deqfast.Carry(solver, zip(x.split(ROWS), torch.arange(len(x)).split(ROWS), strict=True), ROWS)
+    carry = deqfast.Carry(lambda data: data[2:], batches, ROWS)
     answer, solutions = torch.empty_like(x[..., 0]), []
     steps = math.ceil((most - 1) / (PART - 1))  # the first evaluation of a step repeats the last one of the step before
     while len(carry):
-        of_rows, number = carry.data
-        state, solution = solver(of_rows, carry.z, return_solution=True)
+        part, number, *_ = carry.data
+        state, solution = solver(part, carry.z, return_solution=True)
         done = (solution.status != deqfast.Status.STOPPED) | (carry.age >= steps - 1)
         answer[number[done]] = state[0][done]
         solutions.append(solution)
@@ -194,7 +199,7 @@ def draw(records: Sequence[Record]) -> Figure:
     ways.set_xticks([k + 0.17 for k in range(len(names))], names)
     boards.set(title="boards solved, %", xlabel="CPU seconds of training", ylim=(0, 102))
     puzzles.set(title="puzzles seen", xlabel="CPU seconds of training")
-    ways.set(title="rows evaluated for the test", xlabel="way to solve, by trained block")
+    ways.set(title="rows evaluated to solve new puzzles", xlabel="way to solve, by trained block")
     style.legend(figure)
     return figure
 
