@@ -149,7 +149,7 @@ def tested(model: Loop, x: Tensor, digits: Tensor, seed: int) -> Tensor:
 
 @torch.no_grad()
 def solved_in_ways(model: Loop, x: Tensor, digits: Tensor, most: int) -> dict[str, dict[str, float]]:
-    """Calls of the block, rows in them, CPU seconds and boards of three ways to solve all puzzles from the same starts."""
+    """Calls of the block, rows in them, CPU seconds and boards of three ways to solve all puzzles."""
     found: dict[str, dict[str, float]] = {}
     tensors_of_all = x, torch.arange(len(x)), *model.cell.start(x)
     batches = list(zip(*(one.split(ROWS) for one in tensors_of_all), strict=True))
