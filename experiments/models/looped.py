@@ -199,7 +199,7 @@ def draw(records: Sequence[Record]) -> Figure:
     ways.set_xticks([k + 0.17 for k in range(len(names))], names)
     boards.set(title="boards solved, %", xlabel="CPU seconds of training", ylim=(0, 102))
     puzzles.set(title="puzzles seen", xlabel="CPU seconds of training")
-    ways.set(title="rows evaluated to solve new puzzles", xlabel="way to solve, by trained block")
+    ways.set(title="rows to solve new puzzles", xlabel="way to solve, by trained block")
     style.legend(figure)
     return figure
 
