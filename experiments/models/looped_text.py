@@ -27,8 +27,8 @@ from functools import partial
 from statistics import fmean
 
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from runs import style
 from runs.options import option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -183,8 +183,9 @@ def scores(model: Looped, corpus: Corpus, rows: Sequence[dict[str, float]], opti
 
 def draw(records: Sequence[Record]) -> Figure:
     """Losses against budget and steps, and against the loops in evaluation; means over seeds, with ranges."""
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
-    for i, arm in enumerate(dict.fromkeys(record.arm for record in records)):
+    figure, (axes,) = style.panels(1, 3, 2.8)
+    for arm in dict.fromkeys(record.arm for record in records):
+        color = style.look(arm)["color"]
         mine = [record for record in records if record.arm == arm]
         curves = [
             [{used: loss for _, used, loss in record.shown["curve"]} for record in mine],
@@ -194,16 +195,13 @@ def draw(records: Sequence[Record]) -> Figure:
         for axis, of_seeds in zip(axes, curves, strict=True):
             places = [fmean(at) for at in zip(*of_seeds, strict=False)]
             losses = list(zip(*(curve.values() for curve in of_seeds), strict=False))
-            axis.plot(places, [fmean(of) for of in losses], color=f"C{i}", label=arm)
-            axis.fill_between(places, [min(of) for of in losses], [max(of) for of in losses], color=f"C{i}", alpha=0.2)
-    axes[0].set(
-        xlabel="applications of a block", ylabel="nats a character", title="loss on 100 sequences of validation text"
-    )
+            style.band(axis, places, list(zip(*losses, strict=True)), label=arm, color=color)
+    axes[0].set(xlabel="applications of a block", ylabel="nats a character", title="loss on validation text")
     axes[1].set(xlabel="training steps", title="the same against steps")
-    axes[2].set(xlabel="plain loops in evaluation", xscale="log", title="loss of the trained models after few loops")
+    axes[2].set(xlabel="plain loops in evaluation", xscale="log", title="the trained models, after few loops")
     axes[2].set_xticks(SHOWN, [str(k) for k in SHOWN])
     axes[2].minorticks_off()
-    axes[0].legend()
+    style.legend(figure)
     return figure
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from models import cells, graphs, images, restoration, scf, sudoku, text
+from models import cells, graphs, images, looped, looped_text, restoration, scf, sudoku, text
 from nc_study.figures import LABELS
 from PIL import Image
 from runs import style
@@ -16,7 +16,8 @@ FNNS = [f"FNN, {depth} hidden" for depth in (1, 3)]
 @pytest.mark.parametrize(
     "arms",
     [
-        *(LABELS, cells.ARMS, graphs.ARMS, images.ARMS, restoration.ARMS, sudoku.ARMS, text.ARMS, scf.ARMS[:4]),
+        *(LABELS, cells.ARMS, graphs.ARMS, images.ARMS, restoration.ARMS, sudoku.ARMS, text.ARMS, looped.ARMS),
+        *(looped_text.ARMS, scf.ARMS[:4]),
         ["DEQ, free", "DEQ from the exact weights", *FNNS],
         ["recording", "DEQ", "FNN, equal parameters", "FNN, equal FLOPs"],
         ["DEQ", "DEQ, JFB", "diagonal network"],
