@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from deqfast._checks import did_you_mean
 
-SECONDS_BETWEEN_CHECKPOINTS = 60.0
+FIRST_CHECKPOINT, SECONDS_BETWEEN_CHECKPOINTS = 5.0, 60.0
 REMEDY = "remove it to repeat the run"
 EXECUTION = {"seeds", "arms", "jobs", "out", "resume"}  # these do not change the outcome of one run
 
@@ -146,11 +146,12 @@ class Run(processes.Run):
         self.checkpoint.unlink(missing_ok=True)
 
     def steps(self, total: int, **kept: Any) -> Iterator[int]:
-        """Yield the remaining steps, with a progress bar. Once a minute a checkpoint saves the `kept` states.
+        """Yield the remaining steps, with a progress bar. A checkpoint saves the `kept` states after five
+        seconds, then once a minute.
 
         Every step seeds torch's generator, so that a resumed run draws the same numbers as an uninterrupted one.
         """
-        first, saved = self._restore(kept), time.monotonic()
+        first, saved, due = self._restore(kept), time.monotonic(), FIRST_CHECKPOINT
         label = f"{self.arm}, seed {self.seed}"
         bar = tqdm(range(first, total), label, total, initial=first, position=1 + self.slot, leave=False, disable=None)
         try:
@@ -161,9 +162,9 @@ class Run(processes.Run):
                     last = {name: f"{value:.4g}" for name, value in self.rows[-1].items() if name != "step"}
                     bar.set_postfix(last, refresh=False)
                 now = time.monotonic()
-                if now - saved >= SECONDS_BETWEEN_CHECKPOINTS:
+                if now - saved >= due:
                     self.minutes += (now - saved) / 60
-                    saved = now
+                    saved, due = now, SECONDS_BETWEEN_CHECKPOINTS
                     self._save(step + 1, kept)
         finally:  # a model may leave the loop before its end
             self.minutes += (time.monotonic() - saved) / 60

@@ -41,7 +41,6 @@ from .sudoku import PHANTOM, Block, Equilibrium, State, Sudoku, drawn, loss_of, 
 from .sudoku_puzzles import encode, generate, tensors
 
 ARMS = ("carry", "all-steps")
-LOOKS = {"carry": {"color": style.VERMILLION, "marker": "D"}, "all-steps": {"color": style.BLUE, "marker": "o"}}
 MOST = 8  # steps of a puzzle
 TESTS = 6  # during training, at equal distances
 PART, ROWS = 8, 32  # evaluations between two refills, and rows of a batch, when a trained block solves
@@ -188,14 +187,14 @@ def draw(records: Sequence[Record]) -> Figure:
     """Figure of boards solved and of puzzles seen against CPU seconds, and of rows evaluated by each way."""
     figure, ((boards, puzzles, ways),) = style.panels(1, 3)
     for record in records:
-        rows, look = record.shown["rows"], {"label": record.arm, **LOOKS[record.arm]}
+        rows, look = record.shown["rows"], {"label": record.arm, **style.look(record.arm)}
         for axis, name in ((boards, "boards"), (puzzles, "puzzles")):
             axis.plot([row["seconds"] for row in rows], [row[name] for row in rows], **look)
     names = list(records[0].shown["ways"])
     for i, arm in enumerate(dict.fromkeys(record.arm for record in records)):
         mine = [record.shown["ways"] for record in records if record.arm == arm]
         heights = [fmean(one[name]["rows"] for one in mine) for name in names]
-        ways.bar([k + 0.35 * i for k in range(len(names))], heights, 0.33, color=LOOKS[arm]["color"])
+        ways.bar([k + 0.35 * i for k in range(len(names))], heights, 0.33, color=style.look(arm)["color"])
     ways.set_xticks([k + 0.17 for k in range(len(names))], names)
     boards.set(title="boards solved, %", xlabel="CPU seconds of training", ylim=(0, 102))
     puzzles.set(title="puzzles seen", xlabel="CPU seconds of training")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ def process_settings() -> Iterator[None]:
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     cudnn = torch.backends.cudnn
     precision, repeatable = cudnn.conv.fp32_precision, cudnn.deterministic
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     cudnn.conv.fp32_precision, cudnn.deterministic = precision, repeatable
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
@@ -76,6 +80,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], No
 
     def cut_off(train: Callable[[], Any]) -> None:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("models.frame.FIRST_CHECKPOINT", 0.0)
             patch.setattr("models.frame.SECONDS_BETWEEN_CHECKPOINTS", 0.0)
             patch.setattr(Run, "steps", cut)
             train()
