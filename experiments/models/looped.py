@@ -55,7 +55,7 @@ class Looped(Sudoku):
     seconds: float = option("training", "CPU seconds of training", 30.0, above=0.0)
     steps: int = option("training", "most training steps", 1_000_000, minimum=1)
     tests: int = option("data", "puzzles to test on", 128, minimum=1)
-    served: int = option("data", "puzzles that the trained block solves in three ways", 512, minimum=1)
+    served: int = option("data", "puzzles that the trained block solves in three ways", 384, minimum=1)
 
 
 class Loop(Equilibrium):
@@ -123,7 +123,7 @@ def train(run: Run) -> Outcome:
     for name, way in ways.items():
         scores |= {f"{name}: {what}": value for what, value in way.items()}
     data = f"{options.puzzles} generated {size} x {size} puzzles of {options.shown} clues, {options.tests} for the test"
-    return Outcome(model, data, scores, {"rows": run.rows, "ways": ways})
+    return Outcome(model, data, scores, {"rows": run.rows})
 
 
 def endless(clues: Tensor, digits: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -184,21 +184,14 @@ def counted(solutions: Sequence[Any], seconds: float, answer: Tensor, digits: Te
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Figure of boards solved and of puzzles seen against CPU seconds, and of rows evaluated by each way."""
-    figure, ((boards, puzzles, ways),) = style.panels(1, 3)
+    """Figure of boards solved and of puzzles seen against CPU seconds of training."""
+    figure, ((boards, puzzles),) = style.panels(1, 2)
     for record in records:
         rows, look = record.shown["rows"], {"label": record.arm, **style.look(record.arm)}
         for axis, name in ((boards, "boards"), (puzzles, "puzzles")):
             axis.plot([row["seconds"] for row in rows], [row[name] for row in rows], **look)
-    names = list(records[0].shown["ways"])
-    for i, arm in enumerate(dict.fromkeys(record.arm for record in records)):
-        mine = [record.shown["ways"] for record in records if record.arm == arm]
-        heights = [fmean(one[name]["rows"] for one in mine) for name in names]
-        ways.bar([k + 0.35 * i for k in range(len(names))], heights, 0.33, color=style.look(arm)["color"])
-    ways.set_xticks([k + 0.17 for k in range(len(names))], names)
     boards.set(title="boards solved, %", xlabel="CPU seconds of training", ylim=(0, 102))
     puzzles.set(title="puzzles seen", xlabel="CPU seconds of training")
-    ways.set(title="rows to solve new puzzles", xlabel="way to solve, by trained block")
     style.legend(figure)
     return figure
 

@@ -196,7 +196,7 @@ def draw(records: Sequence[Record]) -> Figure:
             places = [fmean(at) for at in zip(*of_seeds, strict=False)]
             losses = list(zip(*(curve.values() for curve in of_seeds), strict=False))
             style.band(axis, places, list(zip(*losses, strict=True)), label=arm, color=color)
-    axes[0].set(xlabel="applications of a block", ylabel="nats a character", title="loss on validation text")
+    axes[0].set(xlabel="applications of a block", ylabel="nats a character", title="loss, 100 validation sequences")
     axes[1].set(xlabel="training steps", title="the same against steps")
     axes[2].set(xlabel="plain loops in evaluation", xscale="log", title="the trained models, after few loops")
     axes[2].set_xticks(SHOWN, [str(k) for k in SHOWN])
