@@ -48,7 +48,8 @@ class Carry:
     Examples:
         A loop of training; each sample leaves when its solve ends, at the latest after 16 steps:
 
-        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), deqfast.Picard(max_iter=2), warn=False)
+        >>> last = lambda z, value, k: torch.full((len(z),), k == 4)  # a step ends with its last state
+        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), deqfast.Picard(max_iter=4), stop_fn=last, warn=False)
         >>> head = torch.nn.Linear(8, 1)
         >>> optimizer = torch.optim.Adam([*block.parameters(), *head.parameters()])
         >>> batches = ((torch.randn(16, 3), torch.randn(16, 1)) for _ in range(100))
@@ -59,7 +60,7 @@ class Carry:
         ...     optimizer.zero_grad()
         ...     (head(z) - y).square().mean().backward()
         ...     optimizer.step()
-        ...     carry.advance(z, done=(solution.status != deqfast.Status.MAX_ITER) | (carry.age >= 15))
+        ...     carry.advance(z, done=(solution.status != deqfast.Status.STOPPED) | (carry.age >= 15))
     """
 
     def __init__(
