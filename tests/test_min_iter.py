@@ -107,7 +107,7 @@ def test_exports(solver, kernel):
     class Solves(torch.nn.Module):
         def forward(self, x):
             f = lambda z: torch.tensor([[0.0], [0.9]]) * torch.cos(z) + x  # noqa: E731
-            solution = solve(f, torch.zeros_like(x), replace(solver, max_iter=9), kernel)
+            solution = solve(f, torch.zeros_like(x), replace(solver, max_iter=6), kernel)
             return solution.value, solution.status, solution.iterations
 
     program, x = torch.export.export(Solves(), (torch.ones(2, 3),)), torch.tensor([[0.1, 1.0, 2.0]]).expand(2, 3)
