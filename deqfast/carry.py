@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._checks import check_count
 from .block import DEQBlock
@@ -24,22 +26,24 @@ class Carry:
 
     Args:
         init: a ``DEQBlock``, whose start for the new data is their state; or a function data -> z0. The block's x is
-            then the first entry of the data if these are a tuple or list, else all of them.
+            then the first entry of the data if these are a tuple or list, else all of them. A compiled or wrapped
+            block is refused: pass the block itself.
         batches: iterable of batches, trees of tensors (N, ...) with one row per sample, such as a DataLoader. N may
-            vary. For endless epochs pass ``itertools.chain.from_iterable(itertools.repeat(loader))``.
+            vary. Batches are copied, when their rows are needed. For endless epochs pass
+            ``itertools.chain.from_iterable(itertools.repeat(loader))``.
         size: samples kept, at least 1. At the end of `batches` finished samples leave without replacement, and the
             batch becomes smaller; ``len(carry)`` is its present size.
-        device: where the data are kept; None: where they are.
+        device: where the data are kept; None: where the first batch is.
 
     Attributes:
         data: tree like a batch, of tensors (len(carry), ...).
         z: states of these samples, a tree of tensors without gradient: the z0 of the next call of the block.
         age: (len(carry),) int64, steps since each sample came.
-        taken: samples taken from `batches` so far.
+        taken: samples taken from `batches` so far; 0 until one of the others is first used.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Later batches have another structure, shape or dtype than
-            the first one. The text names the argument.
+        TypeError, ValueError: an argument is not as above; of `batches` and `init`, also when they are used. Later
+            batches or starts have another structure, shape or dtype than the first ones. The text names the argument.
 
     Examples:
         A loop of training; each sample leaves when its solve ends, at the latest after 16 steps:
@@ -58,9 +62,6 @@ class Carry:
         ...     carry.advance(z, done=(solution.status != deqfast.Status.MAX_ITER) | (carry.age >= 15))
     """
 
-    data: Any
-    z: Any
-
     def __init__(
         self,
         init: DEQBlock | Callable[[Any], Any],
@@ -71,19 +72,35 @@ class Carry:
     ) -> None:
         if not callable(init):
             raise TypeError(f"init must be a DEQBlock or a function of the data, got {init!r}")
+        parts = init.modules() if isinstance(init, nn.Module) and not isinstance(init, DEQBlock) else []
+        if any(isinstance(part, DEQBlock) for part in parts):
+            raise TypeError(f"init must be the DEQBlock itself, got it within a {type(init).__name__}")
         if not isinstance(batches, Iterable) or isinstance(batches, (str, Tensor)):
             raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
         check_count("size", size)
-        self._init, self._batches, self._device = init, iter(batches), device
-        self._rest: list[Tensor] = []  # leaves of the rows that are taken from `batches` and not yet used
-        self._spec: Any = None
-        self._like: list[Any] = []  # shape of a row and dtype of each leaf
+        # Nothing is taken before it is needed: load_state_dict would discard it.
+        self._init, self._batches, self._size = init, chain.from_iterable((batches,)), size
+        self._device = None if device is None else torch.device(device)
+        self._rest: list[Any] = []  # rows that are taken from `batches` and not yet used, in one or more trees
         self.taken = 0
-        if (leaves := self._take(size)) is None:
+
+    @cached_property
+    def data(self) -> Any:
+        """Data of the samples."""
+        if (data := self._next(self._size)) is None:
             raise ValueError("batches must have at least one sample, got none")
-        self.data = self._tree(leaves)
-        self.z = self._start(self.data, len(leaves[0]))
-        self.age = torch.zeros(len(leaves[0]), dtype=torch.int64, device=pytree.tree_leaves(self.z)[0].device)
+        self._use(_count(data))
+        return data
+
+    @cached_property
+    def z(self) -> Any:
+        """States of the samples."""
+        return self._start(self.data)
+
+    @cached_property
+    def age(self) -> Tensor:
+        """Steps since each sample came."""
+        return torch.zeros(_count(self.z), dtype=torch.int64, device=pytree.tree_leaves(self.z)[0].device)
 
     def __len__(self) -> int:
         return len(self.age)
@@ -92,115 +109,128 @@ class Carry:
     def advance(self, z: Any, done: Tensor) -> None:
         """Keep the states, and replace finished samples by new ones.
 
-        The host waits for the device once, for the number of samples that are done. ``data`` and ``z`` are new tensors
-        if there are any: nothing that a backward pass still needs is overwritten.
+        The host waits for the device once, for the number of samples that are done. It also waits for each tensor of a
+        new batch that it copies to the device. If data are on another device than the states, it waits for each of
+        their tensors. ``data`` and ``z`` are new tensors: nothing that a backward pass still needs is overwritten.
 
         Args:
-            z: the states after this step, a tree like ``z``; gradients are cut. A sample whose state is not finite
-                counts as done. A solve that broke down returns a finite state, and has the status NONFINITE.
+            z: the states after this step, a tree like ``z``; they are copied, without gradient. A sample whose state
+                is not finite counts as done. A solve that broke down returns a finite state, and has the status
+                NONFINITE.
             done: (len(carry),) bool, the samples that are finished.
 
         Raises:
-            TypeError, ValueError: an argument is not as above.
+            TypeError, ValueError: an argument, a new batch or a start is not as above. The carry is then unchanged. The
+                next call skips a wrong batch.
         """
-        leaves, spec = self._checked(z)
+        z = _copied("z", z, self.z, len(self))
         if not isinstance(done, Tensor) or done.dtype != torch.bool or done.shape != self.age.shape:
             got = f"{tuple(done.shape)} {done.dtype}" if isinstance(done, Tensor) else repr(done)
             raise ValueError(f"done must be a mask ({len(self)},) torch.bool, got {got}")
-        finite = torch.stack([torch.isfinite(rows_of(leaf)).all(dim=1) for leaf in leaves]).all(dim=0)
+        finite = torch.stack([torch.isfinite(rows_of(leaf)).all(dim=1) for leaf in pytree.tree_leaves(z)]).all(dim=0)
         rows = (done.to(self.age.device) | ~finite).nonzero().flatten()
-        self.age = self.age + 1
-        if len(rows) and (fresh := self._take(len(rows))) is not None:
-            count = len(fresh[0])
-            start = self._start(self._tree(fresh), count)
-            filled, rows = rows[:count], rows[count:]
-            leaves = _put(leaves, filled, pytree.tree_leaves(start))
-            self.data = self._tree(_put(pytree.tree_leaves(self.data), filled, fresh))
-            self.age[filled] = 0
+        data, age = self.data, self.age + 1
+        if len(rows) and (fresh := self._next(len(rows))) is not None:
+            filled, rows = rows[: _count(fresh)], rows[_count(fresh) :]
+            z, data = _put(z, filled, self._start(fresh)), _put(data, filled, fresh)
+            age = age.index_fill(0, filled, 0)
+            self._use(len(filled))
         if len(rows):
-            kept = torch.ones_like(self.age, dtype=torch.bool).index_fill_(0, rows, False).nonzero().flatten()
-            leaves, self.age = [leaf.index_select(0, kept) for leaf in leaves], self.age[kept]
-            self.data = pytree.tree_map(lambda leaf: leaf.index_select(0, kept.to(leaf.device)), self.data)
-        self.z = pytree.tree_unflatten(leaves, spec)
+            # The others, in their order. nonzero would wait for the device, for their number.
+            kept = torch.zeros_like(age).index_fill(0, rows, 1).argsort(stable=True)[: len(age) - len(rows)]
+            z, data, age = pytree.tree_map(lambda leaf: leaf.index_select(0, kept.to(leaf.device)), (z, data, age))
+        self.z, self.data, self.age = z, data, age
 
-    def _checked(self, z: Any) -> tuple[list[Tensor], Any]:
-        """Leaves of z without gradient, and its structure; TypeError or ValueError unless they are those of ``z``."""
-        (leaves, spec), (own, own_spec) = pytree.tree_flatten(z), pytree.tree_flatten(self.z)
-        if spec != own_spec:
-            raise TypeError(f"z must have the structure of the states, {own_spec}, got {spec}")
-        shapes, own_shapes = ([(tuple(leaf.shape), leaf.dtype) for leaf in of] for of in (leaves, own))
-        if shapes != own_shapes:
-            raise ValueError(f"z must have the shapes and dtypes of the states, {own_shapes}, got {shapes}")
-        return [leaf.detach() for leaf in leaves], spec
-
-    def _start(self, data: Any, count: int) -> Any:
-        """Initial states of the data of `count` samples."""
+    def _start(self, data: Any) -> Any:
+        """Initial states of these data."""
         init: Any = self._init
+        count = _count(data)
         if isinstance(init, DEQBlock):
             init, data = init._initial_state, data[0] if isinstance(data, (tuple, list)) else data
         with torch.no_grad():
-            z = pytree.tree_map(torch.detach, init(data))
-        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(z)]
-        if any(shape[:1] != (count,) for shape in shapes):
-            raise ValueError(f"init must return states of {count} samples, got tensors of the shapes {shapes}")
-        return z
+            return _copied("the states of init", init(data), vars(self).get("z"), count)
 
-    def _tree(self, leaves: list[Tensor]) -> Any:
-        return pytree.tree_unflatten(leaves, self._spec)
+    def _next(self, count: int) -> Any:
+        """Copies of the next rows of data, at most `count`; None if there are none. They stay until ``_use``."""
+        ready = sum(map(_count, self._rest))
+        while ready < count and (batch := next(self._batches, None)) is not None:
+            like = self._rest[0] if self._rest else None
+            self._rest.append(_copied("batches", batch, like, device=self._device))
+            ready += _count(batch)
+        if len(self._rest) > 1:
+            self._rest = [_joined(self._rest)]
+        # A view would keep the whole batch in memory.
+        return pytree.tree_map(lambda leaf: leaf[:count].clone(), self._rest[0]) if ready else None
 
-    def _take(self, count: int) -> list[Tensor] | None:
-        """Leaves of the next rows of data, at most `count`; None if there are none."""
-        parts: list[list[Tensor]] = []
-        while count:
-            if not self._rest or not len(self._rest[0]):
-                if (batch := next(self._batches, None)) is None:
-                    break
-                self._rest = self._leaves_of(batch)
-                continue
-            parts.append([leaf[:count] for leaf in self._rest])
-            self._rest = [leaf[count:] for leaf in self._rest]
-            count, self.taken = count - len(parts[-1][0]), self.taken + len(parts[-1][0])
-        # Copies: views would keep whole batches in memory, and an iterable may overwrite them.
-        return [torch.cat(of_leaf).to(self._device) for of_leaf in zip(*parts, strict=True)] or None
-
-    def _leaves_of(self, batch: Any) -> list[Tensor]:
-        leaves, spec = pytree.tree_flatten(batch)
-        if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-            kinds = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-            raise TypeError(f"batches must hold tensors with one row per sample, got a batch of {kinds}")
-        if len({len(leaf) for leaf in leaves}) > 1:
-            shapes = [tuple(leaf.shape) for leaf in leaves]
-            raise ValueError(f"the tensors of batches must have equally many rows, got the shapes {shapes}")
-        like = [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-        if self._spec is None:
-            self._spec, self._like = spec, like
-        if (spec, like) != (self._spec, self._like):
-            raise ValueError(f"batches must be alike, {self._spec} of {self._like}, got {spec} of {like}")
-        return leaves
+    def _use(self, count: int) -> None:
+        self._rest = [pytree.tree_map(lambda leaf: leaf[count:], self._rest[0])]
+        self.taken += count
 
     def state_dict(self) -> dict[str, Any]:
-        """States, data and ages, for ``torch.save``. The position in `batches` is not part of it."""
-        data, z = pytree.tree_leaves(self.data), pytree.tree_leaves(self.z)
-        rest = [leaf.clone() for leaf in self._rest]
-        return {"data": data, "z": z, "age": self.age, "rest": rest, "taken": self.taken}
+        """Copies of states, data, ages and the unused rows of the last batch, for ``torch.save``.
+
+        The position in `batches` is not part of it. ``torch.load(weights_only=True)`` reads trees of tuples, lists and
+        dicts.
+        """
+        state = {"data": self.data, "z": self.z, "age": self.age}
+        return pytree.tree_map(torch.clone, state) | {"rest": _joined(self._rest), "taken": self.taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict``, with the `batches` of this object.
 
+        To resume a run, make a new carry and load at once: it has taken nothing from its `batches`. These begin with
+        the first batch that the saved carry had not fetched. The tensors go to the devices of this carry's; if it has
+        not begun, to `device`.
+
         Raises:
-            ValueError: it has other data or states than this object.
+            TypeError, ValueError: the state is not of a carry, or has other data or states than this object. Then
+                nothing has changed.
         """
-        for name, tree in (("data", self.data), ("z", self.z)):
-            leaves, spec = pytree.tree_flatten(tree)
-            own, given = ([(tuple(leaf.shape[1:]), leaf.dtype) for leaf in of] for of in (leaves, state[name]))
-            if own != given:
-                raise ValueError(f"the state's {name} must be like this carry's, {own}, got {given}")
-            moved = [leaf.to(mine.device) for leaf, mine in zip(state[name], leaves, strict=True)]
-            setattr(self, name, pytree.tree_unflatten(moved, spec))
-        self.age, self._rest, self.taken = state["age"].to(self.age.device), state["rest"], state["taken"]
+        names, own = ["data", "z", "age", "rest", "taken"], vars(self)
+        if not isinstance(state, dict) or sorted(state) != sorted(names):
+            got = list(state) if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"the state must be a dict of {names}, got {got}")
+        data = _copied("the state's data", state["data"], own.get("data"), device=self._device)
+        z = _copied("the state's z", state["z"], own.get("z"), _count(data), self._device)
+        age = torch.zeros(0, dtype=torch.int64, device=pytree.tree_leaves(z)[0].device)
+        age = _copied("the state's age", state["age"], age, _count(data))
+        rest = _copied("the state's rest", state["rest"], data)
+        check_count("the state's taken", state["taken"], 0)
+        self.data, self.z, self.age, self._rest, self.taken = data, z, age, [rest], state["taken"]
 
 
-def _put(leaves: list[Tensor], rows: Tensor, values: list[Tensor]) -> list[Tensor]:
-    """Copies of the leaves with these rows replaced."""
-    pairs = zip(leaves, values, strict=True)
-    return [leaf.index_copy(0, rows.to(leaf.device), value.to(leaf.device, leaf.dtype)) for leaf, value in pairs]
+def _count(tree: Any) -> int:
+    """Number of rows."""
+    return len(pytree.tree_leaves(tree)[0])
+
+
+def _copied(name: str, tree: Any, like: Any = None, count: int | None = None, device: Any = None) -> Any:
+    """Copy without gradient of a tree of tensors with `count` rows (None: equally many), on `device`.
+
+    If `like` is given, the copy is on its devices. TypeError or ValueError unless the rows are like its rows.
+    """
+    (leaves, spec), (own, own_spec) = pytree.tree_flatten(tree), pytree.tree_flatten(tree if like is None else like)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        kinds = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+        raise TypeError(f"{name} must hold tensors with one row per sample, got {kinds}")
+    if {len(leaf) for leaf in leaves} != {_count(tree) if count is None else count}:
+        many = "equally many" if count is None else count
+        raise ValueError(f"{name} must have {many} rows, got the shapes {[tuple(leaf.shape) for leaf in leaves]}")
+    if spec != own_spec:
+        raise TypeError(f"{name} must have the structure {own_spec}, got {spec}")
+    rows, own_rows = ([(tuple(leaf.shape[1:]), leaf.dtype) for leaf in of] for of in (leaves, own))
+    if rows != own_rows:
+        raise ValueError(f"{name} must have rows of the shapes and dtypes {own_rows}, got {rows}")
+    devices = [device if like is None else leaf.device for leaf in own]
+    moved = [leaf.detach().to(to, copy=True) for leaf, to in zip(leaves, devices, strict=True)]
+    return pytree.tree_unflatten(moved, spec)
+
+
+def _joined(trees: list[Any]) -> Any:
+    """Tree of all rows of these trees."""
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves), *trees)
+
+
+def _put(tree: Any, rows: Tensor, values: Any) -> Any:
+    """Copy of the tree with these rows replaced."""
+    return pytree.tree_map(lambda leaf, value: leaf.index_copy(0, rows.to(leaf.device), value), tree, values)

@@ -1,4 +1,4 @@
-"""Penalty on the Jacobian of a cell, and its spectral radius."""
+"""Penalty on the Jacobian of a cell, its spectral radius, and a loss that trains the start of a solve."""
 
 from __future__ import annotations
 
@@ -69,6 +69,40 @@ def jacobian_penalty(
 def _probe(like: Tensor) -> Tensor:
     """Normal numbers of variance 1; for a complex tensor, in each of its two parts."""
     return torch.randn_like(like) * 2**0.5 if like.is_complex() else torch.randn_like(like)
+
+
+def internalisation(z0: Any, z: Any) -> Tensor:
+    """Mean over the samples of |z0 - z*|^2 / |z*|^2: a loss that draws a learned start z0(x) to the solve's answer.
+
+    Solves then take fewer evaluations, in training too. z* is a constant here. Source: Fein-Ashley and Rashidinejad,
+    arXiv 2605.12466, find that training brings z0 near z* without such a loss, and call it equilibrium internalisation.
+
+    Args:
+        z0: start that was given to the solve, with its graph: a tensor (B, ...) or a pytree of tensors.
+        z: value of the block, a tree like z0.
+
+    Returns:
+        A differentiable scalar. A sample whose z* is zero does not count.
+
+    Raises:
+        ValueError: z0 has not the structure and shapes of z.
+
+    Examples:
+        >>> propose, cell, x = torch.nn.Linear(3, 8), deqfast.FCCell(3, 8), torch.randn(4, 3)
+        >>> z0 = propose(x)
+        >>> z = deqfast.DEQBlock(cell)(x, z0)
+        >>> loss = z.square().mean() + 0.1 * deqfast.regularize.internalisation(z0, z)
+        >>> loss.backward()
+    """
+    ends, spec = pytree.tree_flatten(detached(z))
+    starts, given = pytree.tree_flatten(z0)
+    shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in (starts, ends)]
+    if given != spec or shapes[0] != shapes[1]:
+        raise ValueError(f"z0 must have the structure and shapes of z, {spec} {shapes[1]}, got {given} {shapes[0]}")
+    gaps = [a - b for a, b in zip(starts, ends, strict=True)]
+    gap, size = (torch.stack([rows_of(a).square().sum(dim=1) for a in leaves]).sum(dim=0) for leaves in (gaps, ends))
+    counted = size > 0
+    return torch.where(counted, gap / torch.where(counted, size, 1), 0).sum() / counted.sum().clamp_min(1)
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """The carry: finished samples make room for new ones, and nothing else changes."""
 
-import copy
 from itertools import chain, repeat
 
 import pytest
@@ -83,20 +82,59 @@ def test_broken_samples_are_replaced():
     assert 2 not in carry.data[1] and carry.z.isfinite().all()
 
 
-def test_one_operation_waits_for_the_device():
-    """Of those whose result the host reads: the number of finished samples."""
+@pytest.mark.parametrize(
+    ("device", "samples", "rows", "copies"),
+    [
+        ("cpu", 12, [], 0),
+        ("cpu", 12, [1, 3], 0),
+        ("cpu", 5, [1, 3], 0),
+        ("meta", 12, [1], 2),
+        ("meta", 12, [0, 1, 2, 3], 4),
+    ],
+)
+def test_the_host_waits_once_and_for_copies_between_devices(device, samples, rows, copies):
+    """It reads the number of finished samples. Data on "meta" stand for data on another device than the states."""
 
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default):
+            moved = func is aten._to_copy.default and kwargs.get("device", args[0].device) not in (None, args[0].device)
+            if moved or func in (aten.nonzero.default, aten._local_scalar_dense.default):
                 found.append(func)
             return func(*args, **(kwargs or {}))
 
-    for rows in ([], [1, 3]):
-        found, carry = [], Carry(lambda data: data[0], numbered(12), size=5)
-        with Reads():
-            carry.advance(carry.z, torch.zeros(5, dtype=torch.bool).index_fill(0, torch.tensor(rows).long(), True))
-        assert found == [torch.ops.aten.nonzero.default] and carry.taken == 5 + len(rows)
+    aten, found = torch.ops.aten, []
+    carry = Carry(lambda data: torch.zeros(len(data[0]), 3), numbered(samples), size=5, device=device)
+    z, done = carry.z, torch.zeros(5, dtype=torch.bool).index_fill(0, torch.tensor(rows).long(), True)
+    with Reads():
+        carry.advance(z, done)
+    assert sorted(map(str, found)) == ["aten._to_copy.default"] * copies + ["aten.nonzero.default"]
+    assert carry.taken == min(samples, 5 + len(rows))
+
+
+def test_a_buffer_that_all_batches_share():
+    def batches():
+        buffer = torch.empty(4, 2)
+        for number in range(4):
+            yield buffer.fill_(number)
+
+    carry = Carry(torch.clone, batches(), size=6)
+    assert carry.data[:, 0].tolist() == [0] * 4 + [1] * 2
+    carry.advance(carry.z, torch.ones(6, dtype=torch.bool))
+    assert carry.data[:, 0].tolist() == [1] * 2 + [2] * 4
+
+
+def test_states_are_copies():
+    carry, mask = Carry(lambda data: data, [torch.ones(4, 3)], size=4), torch.zeros(4, dtype=torch.bool)
+    carry.z.zero_()
+    assert (carry.data == 1).all()
+    many = torch.ones(1000, 4, 3)
+    carry.advance(many[0], mask)
+    many.zero_()
+    state = carry.state_dict()
+    assert (carry.z == 1).all() and carry.z.untyped_storage().nbytes() == carry.z.nbytes
+    for leaf in (carry.data, carry.z, carry.age):
+        leaf.zero_()
+    assert (state["data"] == 1).all() and (state["z"] == 1).all() and (state["age"] == 1).all()
 
 
 def test_trees_loaders_and_epochs():
@@ -114,17 +152,100 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     carry = Carry(block(), batches, size=4)
     carry.advance(carry.z + 1, torch.tensor([True, False, False, False]))
     torch.save(carry.state_dict(), tmp_path / "carry.pt")
-    rest = copy.deepcopy(list(batches))
-    other = Carry(block(), chain(numbered(4), rest), size=4)
+    rest = list(batches)
+    carry._batches, other = iter(rest), Carry(block(), rest, size=4)
     other.load_state_dict(torch.load(tmp_path / "carry.pt", weights_only=True))
-    carry._batches = iter(rest)
-    for step in range(4):
+    seen = set(range(carry.taken))
+    for step in range(40):
         for one in (carry, other):
-            one.advance(one.z * 0.5, one.age >= step % 3)
+            one.advance(one.z * 0.5 + 1, one.age >= step % 3)
         assert torch.equal(carry.z, other.z) and torch.equal(carry.age, other.age) and carry.taken == other.taken
         assert all(map(torch.equal, carry.data, other.data))
-    with pytest.raises(ValueError, match="the state's z must be like this carry's"):
-        other.load_state_dict(carry.state_dict() | {"z": [torch.zeros(4, 2)]})
+        seen |= set(other.data[1].tolist())
+    assert seen == set(range(40)) and other.taken == 40 and len(other) == 0
+    ended = Carry(block(), numbered(4), size=4)
+    ended.load_state_dict(other.state_dict())
+    assert len(ended) == 0 and ended.taken == 40
+
+
+def test_a_carry_takes_nothing_before_it_is_used():
+    class Batches:
+        def __iter__(self):
+            raise AssertionError("begun too early")
+
+    carry = Carry(block(), Batches(), size=4)
+    carry.load_state_dict(Carry(block(), numbered(8), size=4).state_dict())
+    assert carry.data[1].tolist() == [0, 1, 2, 3] and carry.taken == 4 and len(carry) == 4
+
+
+def test_a_loaded_state_goes_to_the_devices_of_the_carry():
+    state = Carry(block(), numbered(7, 7), size=4).state_dict()
+    carry = Carry(lambda data: torch.zeros(len(data[0]), 3), numbered(8), size=4, device="meta")
+    carry.load_state_dict(state)
+    assert {leaf.device.type for leaf in (*carry.data, carry.z, carry.age, *carry._next(7))} == {"meta"}
+    carry = Carry(lambda data: torch.zeros(len(data[0]), 3), numbered(8), size=4, device="meta")
+    assert carry.z.device.type == "cpu"  # this one has begun
+    carry.load_state_dict(state)
+    carry.advance(carry.z, torch.ones(4, dtype=torch.bool))
+    assert [leaf.device.type for leaf in (*carry.data, carry.z, carry.age)] == ["meta", "meta", "cpu", "cpu"]
+    assert carry.taken == 8
+
+
+def test_a_wrong_state_changes_nothing():
+    carry = Carry(block(), numbered(12, 7), size=4)
+    state = carry.state_dict()
+    x, number = state["data"]
+    for changed, error, said in (
+        ({"z": state["z"][:, :2]}, ValueError, r"the state's z must have rows of .*\(3,\).*got .*\(2,\)"),
+        ({"z": torch.zeros(5, 3)}, ValueError, r"the state's z must have 4 rows, got the shapes \[\(5, 3\)\]"),
+        ({"z": 1.0}, TypeError, "the state's z must hold tensors"),
+        ({"data": (x,)}, TypeError, "the state's data must have the structure"),
+        ({"data": (x.double(), number)}, ValueError, "the state's data must have rows of .*float32.*got .*float64"),
+        ({"age": torch.zeros(2).long()}, ValueError, r"the state's age must have 4 rows"),
+        ({"age": torch.zeros(4)}, ValueError, "the state's age must have rows of .*int64.*got .*float32"),
+        ({"rest": (torch.zeros(4, 7), number)}, ValueError, "the state's rest must have rows of"),
+        ({"rest": []}, TypeError, "the state's rest must hold tensors"),
+        ({"taken": -1}, ValueError, "the state's taken must be at least 0, got -1"),
+        ({"steps": 1}, ValueError, r"the state must be a dict of \['data', .*\], got .*'steps'"),
+    ):
+        wrong = state | {"data": (x + 1, number + 1), "z": state["z"] + 1, "age": state["age"] + 1} | changed
+        with pytest.raises(error, match=said):
+            carry.load_state_dict(wrong)
+        now = carry.state_dict()
+        for name in ("z", "age"):
+            assert torch.equal(now[name], state[name])
+        assert all(map(torch.equal, now["data"], state["data"])) and all(map(torch.equal, now["rest"], state["rest"]))
+        assert now["taken"] == 4
+    for wrong in (None, {"z": state["z"]}):
+        with pytest.raises(ValueError, match="the state must be a dict of"):
+            carry.load_state_dict(wrong)
+
+
+def test_a_wrong_batch_or_start_changes_nothing():
+    """The next call uses the rows that are left, and skips the wrong batch."""
+    (first, second, third), wrong = numbered(12), torch.zeros(4, 2)
+    starts, mask = [], torch.ones(6, dtype=torch.bool)
+
+    def init(data):
+        return starts.pop() if starts else data[0].clone()
+
+    carry = Carry(init, iter([first, second, (wrong, second[1]), third]), size=6)
+    before, before_z = carry.data, carry.z
+    for start, error, said in (
+        (None, ValueError, r"batches must have rows of .*\(3,\).*got .*\(2,\)"),
+        (torch.zeros(6, 2), ValueError, r"the states of init must have rows of .*\(3,\).*got .*\(2,\)"),
+        (torch.zeros(6, 3).double(), ValueError, "the states of init must have rows of .*float32.*got .*float64"),
+        (torch.zeros(4, 3), ValueError, "the states of init must have 6 rows"),
+        ((torch.zeros(6, 3),), TypeError, "the states of init must have the structure"),
+        (3.0, TypeError, r"the states of init must hold tensors with one row per sample, got \['float'\]"),
+        ({}, TypeError, "the states of init must hold tensors"),
+    ):
+        starts[:] = [] if start is None else [start]
+        with pytest.raises(error, match=said):
+            carry.advance(carry.z + 1, mask)
+        assert carry.data is before and carry.z is before_z and carry.age.tolist() == [0] * 6 and carry.taken == 6
+    carry.advance(carry.z, mask)
+    assert carry.data[1].tolist() == [6, 7, 8, 9, 10, 11] and carry.taken == 12
 
 
 def test_what_is_refused():
@@ -133,17 +254,19 @@ def test_what_is_refused():
         ((block(), torch.ones(4, 3), 2), TypeError, "batches must be an iterable of batches, got Tensor"),
         ((block(), numbered(4), 0), ValueError, "size must be at least 1, got 0"),
         ((block(), [], 2), ValueError, "batches must have at least one sample, got none"),
-        ((block(), [("a", torch.ones(1))], 2), TypeError, r"a batch of \['str', \(1,\)\]"),
+        ((block(), [("a", torch.ones(1))], 2), TypeError, r"batches must hold tensors .*, got \['str', \(1,\)\]"),
         ((block(), [(torch.ones(2, 3), torch.ones(1))], 2), ValueError, "equally many rows"),
-        ((block(), [(torch.ones(2, 3),), (torch.ones(2, 4),)], 4), ValueError, "batches must be alike"),
-        ((lambda data: data[0][:1], numbered(4), 2), ValueError, "init must return states of 2 samples"),
+        ((block(), [(torch.ones(2, 3),), (torch.ones(2, 4),)], 4), ValueError, "batches must have rows of"),
+        ((lambda data: data[0][:1], numbered(4), 2), ValueError, "the states of init must have 2 rows"),
+        ((torch.nn.DataParallel(block()), numbered(4), 2), TypeError, "DEQBlock itself, got it within a DataParallel"),
     ):
         with pytest.raises(error, match=said):
-            Carry(*arguments)
+            assert len(Carry(*arguments))
     carry, mask = Carry(block(), numbered(4), size=4), torch.zeros(4, dtype=torch.bool)
     for z, done, error, said in (
-        ((carry.z,), mask, TypeError, "z must have the structure of the states"),
-        (carry.z[:3], mask, ValueError, "z must have the shapes and dtypes of the states"),
+        ((carry.z,), mask, TypeError, "z must have the structure"),
+        (carry.z[:3], mask, ValueError, "z must have 4 rows"),
+        (carry.z.double(), mask, ValueError, "z must have rows of .*float32.*got .*float64"),
         (carry.z, mask.int(), ValueError, r"done must be a mask \(4,\) torch.bool, got \(4,\) torch.int32"),
         (carry.z, True, ValueError, "done must be a mask"),
     ):

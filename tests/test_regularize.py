@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deqfast import DEQBlock, FCCell, ResidualCell
-from deqfast.regularize import jacobian_penalty, spectral_radius
+from deqfast.regularize import internalisation, jacobian_penalty, spectral_radius
 from deqfast.testing import GRADIENT, assert_close, rounding
 
 
@@ -85,6 +85,17 @@ def test_the_penalty_of_a_cell_with_kernels_of_its_own_and_of_one_without_state(
     jacobian_penalty(cell, torch.randn_like(x), x).backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.any() for p in (cell.conv1.weight, cell.conv2.weight))
     assert jacobian_penalty(lambda z, x: 2 * x, x, x) == 0
+
+
+def test_internalisation_draws_the_start_and_leaves_the_answer():
+    z0 = {"a": torch.tensor([[3.0], [1.0], [5.0]], requires_grad=True), "b": torch.tensor([[0j], [2j], [0j]])}
+    z = {"a": torch.tensor([[1.0], [1.0], [0.0]], requires_grad=True), "b": torch.tensor([[1j], [1j], [0j]])}
+    loss = internalisation(z0, z)  # (4 + 1) / 2 and 1 / 2; the third answer is zero
+    loss.backward()
+    assert loss == 1.5 and z["a"].grad is None
+    assert z0["a"].grad.tolist() == [[1.0], [0.0], [0.0]]
+    with pytest.raises(ValueError, match=r"z0 must have the structure and shapes of z, .*\(3, 1\).*, got .*\(1, 1\)"):
+        internalisation(z0["a"][:1], z["a"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

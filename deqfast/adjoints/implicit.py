@@ -43,9 +43,9 @@ from .attach import Evaluate, Recorded, Rule, attach
 from .base import Adjoint
 from .linear import LinearSolve
 
-# On a linear system Anderson is GMRES. With 16 pairs it takes as few products as Broyden with its whole history, on
-# trained cells and up to a spectral radius of J of 0.9, in a quarter of the memory. Unused evaluations cost nothing.
-DEFAULT_SOLVER = Anderson(rtol=1e-6, max_iter=100, history_size=16)
+# With 16 pairs Anderson takes as few products as Broyden with its whole history on trained cells, and much less memory.
+# At a spectral radius of 0.9 plain iteration gains six digits in 131 products; unused evaluations cost nothing.
+DEFAULT_SOLVER = Anderson(rtol=1e-6, max_iter=150, history_size=16)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Implicit(Adjoint):
 
     Args:
         solver: the solver of the backward solve or the name of one, with a positive rtol and atol=0, so that the scale
-            of the loss changes nothing. None: ``Anderson(rtol=1e-6, max_iter=100, history_size=16)``.
+            of the loss changes nothing. None: ``Anderson(rtol=1e-6, max_iter=150, history_size=16)``.
 
     Raises:
         ValueError: `solver` is not a solver or a solver's name, or has an absolute tolerance or a `mixing_fn`.

@@ -180,7 +180,7 @@ class Run(processes.Run):
         try:
             for name, one in kept.items():
                 one.load_state_dict(state[name])
-        except (KeyError, RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise StudyError(f"{self.checkpoint} is of other code ({error}): {REMEDY}") from error
         self.minutes, self.rows = state["minutes"], state["log"]
         return int(state["step"])

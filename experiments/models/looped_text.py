@@ -27,13 +27,14 @@ from functools import partial
 from statistics import fmean
 
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from runs import style
 from runs.options import option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import deqfast
+from deqfast.regularize import internalisation
 
 from .frame import Example, Outcome, Record, Run, descend
 from .text import Block, Cell, Corpus, TextOptions, adamw, evaluate, initialise, load
@@ -54,16 +55,10 @@ class LoopedText(TextOptions):
 
     all_arms = ARMS
 
-    width: int = option("model", "features of a character", 64, minimum=8)
+    width: int = option("model", "features of a character", 32, minimum=8)
     lr: float = option("training", "largest learning rate of AdamW, falling to a tenth", 3e-3, above=0.0)
-    budget: int = option("training", "applications of a block to a batch", 10_000, minimum=1)
+    budget: int = option("training", "applications of a block to a batch", 6_000, minimum=1)
     weight: float = option("training", "weight of the added loss, of arms that have one", 0.1, above=0.0)
-
-
-def distance(z: Tensor, target: Tensor) -> Tensor:
-    """|z - target|^2 / |target|^2, averaged over the samples; the target is a constant."""
-    target = target.detach().flatten(1)
-    return ((z.flatten(1) - target).square().sum(dim=1) / target.square().sum(dim=1)).mean()
 
 
 class Looped(nn.Module):
@@ -133,10 +128,10 @@ class Looped(nn.Module):
     def added_loss(self, z: Tensor, z0: Tensor, x: Tensor) -> Tensor:
         """Loss that the arm adds, without its weight."""
         if self.arm == "internalised":
-            return distance(z0, z)
+            return internalisation(z0, z)
         if self.arm == "consistent":
             state = self.states[int(torch.randint(len(self.states), ()))]
-            return distance(self.equilibrium.cell(state, x), z)
+            return internalisation(self.equilibrium.cell(state, x), z)
         return torch.zeros(())
 
 
@@ -178,7 +173,7 @@ def scores(model: Looped, corpus: Corpus, rows: Sequence[dict[str, float]], opti
     count = min(256, (len(corpus.validation) - 1) // options.context)
     with torch.no_grad():
         x = model.trunk(model.embedding(corpus.validation[: count * options.context].view(count, -1)))
-        apart = distance(model.start(x), model.equilibrium(x, model.start(x))).sqrt()
+        apart = internalisation(model.start(x), model.equilibrium(x, model.start(x))).sqrt()
     found = (
         own | looped | {"solved": solved.pop("loss")} | solved | {"z0 to z*": float(apart), "steps": float(len(rows))}
     )
@@ -188,8 +183,9 @@ def scores(model: Looped, corpus: Corpus, rows: Sequence[dict[str, float]], opti
 
 def draw(records: Sequence[Record]) -> Figure:
     """Losses against budget and steps, and against the loops in evaluation; means over seeds, with ranges."""
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
-    for i, arm in enumerate(dict.fromkeys(record.arm for record in records)):
+    figure, (axes,) = style.panels(1, 3, 2.8)
+    for arm in dict.fromkeys(record.arm for record in records):
+        color = style.look(arm)["color"]
         mine = [record for record in records if record.arm == arm]
         curves = [
             [{used: loss for _, used, loss in record.shown["curve"]} for record in mine],
@@ -199,13 +195,13 @@ def draw(records: Sequence[Record]) -> Figure:
         for axis, of_seeds in zip(axes, curves, strict=True):
             places = [fmean(at) for at in zip(*of_seeds, strict=False)]
             losses = list(zip(*(curve.values() for curve in of_seeds), strict=False))
-            axis.plot(places, [fmean(of) for of in losses], color=f"C{i}", label=arm)
-            axis.fill_between(places, [min(of) for of in losses], [max(of) for of in losses], color=f"C{i}", alpha=0.2)
+            style.band(axis, places, list(zip(*losses, strict=True)), label=arm, color=color)
     axes[0].set(xlabel="applications of a block", ylabel="nats a character", title="loss on validation text")
     axes[1].set(xlabel="training steps", title="the same against steps")
-    axes[2].set(xlabel="plain loops in evaluation", xscale="log", title="loss of the trained models after few loops")
+    axes[2].set(xlabel="plain loops in evaluation", xscale="log", title="the trained models, after few loops")
     axes[2].set_xticks(SHOWN, [str(k) for k in SHOWN])
-    axes[0].legend()
+    axes[2].minorticks_off()
+    style.legend(figure)
     return figure
 
 

@@ -23,8 +23,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from runs import style
 from runs.options import StudyError, option
 from torch import Tensor, nn
 
@@ -413,14 +413,14 @@ def draw(records: Sequence[Record]) -> Figure:
         "stretched": "stretched molecules (Fock matrix)",
         "chains": "long chains (charges)",
     }
-    figure, axes = plt.subplots(1, len(SETS), figsize=(11, 3.8), layout="constrained", sharey=True)
+    figure, (axes,) = style.panels(1, len(SETS), 2.8, sharey=True)
     for axis, name in zip(axes, SETS, strict=True):
         for record in first:
             own = record.shown[name]
             hook = "hook: commutator" if name != "chains" else "hook: preconditioner"
             label = {"plain": f"plain, damping {own['damping']:g}", "hook": hook}.get(record.arm, record.arm)
             steps = range(1, len(own["residual"]) + 1)
-            axis.semilogy(steps, own["residual"], label=label, color=f"C{ARMS.index(record.arm)}")
+            axis.semilogy(steps, own["residual"], label=label, color=style.look(record.arm)["color"])
         axis.set(title=titles[name], xlabel="evaluations of the field", xlim=(0, 60))
         axis.legend(fontsize="small")
     axes[0].set_ylabel("|f(z) - z| in eV, median")

@@ -25,14 +25,15 @@ BLACK, GREY, BLUE, SKY = "#000000", "#777777", "#0072B2", "#56B4E9"
 GREEN, ORANGE, VERMILLION, PURPLE = "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 CLASSES = matplotlib.color_sequences["petroff10"]
 KINDS = {  # colour and marker: beginnings of names, in lower case; the DEQ itself looks the same in all figures
-    (VERMILLION, "D"): ("deq", "residual", "implicit", "broyden"),
-    (PURPLE, "s"): ("deq-regularised", "deq-jfb", "deq, jfb", "jfb", "monotone"),
-    (ORANGE, "P"): ("deq-phantom", "deq from", "diagonal linear deq", "phantom", "subhomogeneous"),
-    (BLUE, "o"): ("explicit", "fnn", "diagonal network", "reversible", "anderson"),
-    (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "subhomogeneous-c", "neumann", "picard"),
-    (SKY, "v"): ("explicit-norm", "explicit-connected", "shine"),
-    (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled"),
-    (BLACK, ""): ("recording",),
+    (VERMILLION, "D"): ("deq", "residual", "implicit", "broyden", "solver", "carry"),
+    (PURPLE, "s"): ("deq-regularised", "deq-jfb", "deq, jfb", "jfb", "monotone", "hook", "solver-implicit"),
+    (ORANGE, "P"): ("deq-phantom", "deq from", "diagonal linear deq", "phantom", "subhomogeneous", "solver-last"),
+    (BLUE, "o"): ("explicit", "fnn", "diagonal network", "reversible", "anderson", "loops", "all-steps"),
+    (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "subhomogeneous-c", "loops-4-last")
+    + ("neumann", "picard", "plain"),
+    (SKY, "v"): ("explicit-norm", "explicit-connected", "shine", "internalised"),
+    (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled", "consistent"),
+    (BLACK, ""): ("recording", "loops-1"),
 }
 
 matplotlib.use("Agg")  # no window, on any machine
@@ -51,7 +52,7 @@ plt.rc("ytick", labelsize="small")
 
 
 def look(name: str) -> dict[str, Any]:
-    """Colour and marker of an arm, a network, a gradient or a solver. Raises KeyError for a name that KINDS lacks."""
+    """Colour and marker of an arm, a network, a gradient or a solver. Raises KeyError for an unknown beginning."""
     known = {start: kind for kind, starts in KINDS.items() for start in starts if name.lower().startswith(start)}
     if not known:
         raise KeyError(f"{name}: add the beginning of its name to KINDS")

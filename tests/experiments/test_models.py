@@ -34,7 +34,12 @@ SCRIPTS = {  # with small options, a score and its range, and a score that only 
     "flipflop": (flipflop, FLIPFLOP, ("points", 0, 30), "starts converged, %"),
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
-    "looped": (looped, looped.Looped(size="4", seconds=1e-3, **SUDOKU), ("boards, %", 0, 100), "carry: rows"),
+    "looped": (
+        looped,
+        looped.Looped(size="4", seconds=1e-3, served=40, **SUDOKU),
+        ("boards, %", 0, 100),
+        "carry: rows",
+    ),
     "looped_text": (looped_text, LOOPED, ("loss, test", 2, 5), "evaluations, training"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
     "scf": (scf, SCF, ("molecules: evaluations", 1, 40), "molecules: converged, %"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from models import cells, graphs, images, restoration, sudoku, text
+from models import cells, graphs, images, looped, looped_text, restoration, scf, sudoku, text
 from nc_study.figures import LABELS
 from PIL import Image
 from runs import style
@@ -16,7 +16,8 @@ FNNS = [f"FNN, {depth} hidden" for depth in (1, 3)]
 @pytest.mark.parametrize(
     "arms",
     [
-        *(LABELS, cells.ARMS, graphs.ARMS, images.ARMS, restoration.ARMS, sudoku.ARMS, text.ARMS),
+        *(LABELS, cells.ARMS, graphs.ARMS, images.ARMS, restoration.ARMS, sudoku.ARMS, text.ARMS, looped.ARMS),
+        *(looped_text.ARMS, scf.ARMS[:4]),
         ["DEQ, free", "DEQ from the exact weights", *FNNS],
         ["recording", "DEQ", "FNN, equal parameters", "FNN, equal FLOPs"],
         ["DEQ", "DEQ, JFB", "diagonal network"],
@@ -26,7 +27,7 @@ def test_networks_of_one_figure_look_different_and_the_deq_the_same_in_all(arms)
     looks = {arm: style.look(arm) for arm in arms}
     assert len({look["color"] for look in looks.values()}) == len(looks)
     deqs = {"deq", "DEQ", "DEQ, free", "deq-implicit", "residual"} & looks.keys()
-    assert [looks[arm] for arm in deqs] == [{"color": style.VERMILLION, "marker": "D"}]
+    assert all(looks[arm] == {"color": style.VERMILLION, "marker": "D"} for arm in deqs)
 
 
 def test_a_name_without_a_look_is_named():
