@@ -22,7 +22,7 @@ from .execution.cuda_graph import Graphs
 from .execution.linearised import Linearised
 from .execution.loop import StopFn
 from .execution.plan import Plan
-from .execution.refusals import check_served, check_together, given
+from .execution.refusals import check_served, check_together, given, kinds
 from .execution.trajectory import check_trajectory, differentiate_along
 from .ops import check_kernel_name
 from .solution import Solution
@@ -153,12 +153,19 @@ class DEQBlock(ChecksKeywords, nn.Module):
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
-        check_together(given(self, self.adjoint))
+        self._check_options()
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
         self._changes = Changes()
         self._number = opaque_op.new_number(self)
+
+    def _check_options(self) -> None:
+        """Raise ValueError if options cannot be combined."""
+        check_together(given(self, self.adjoint))
+        if self.linearised is not None:
+            solver = getattr(self.adjoint, "solver", None)
+            check_served("compile", kinds(solver), f" of the adjoint's solver, {solver}")
 
     @classmethod
     def _keywords_elsewhere(cls) -> dict[str, str]:
@@ -173,7 +180,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         super().__setattr__(name, value)
         if name in _COMBINED and "_number" in self.__dict__:
             try:
-                check_together(given(self, self.adjoint))
+                self._check_options()
             except ValueError:
                 super().__setattr__(name, before)
                 raise

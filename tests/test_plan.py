@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deqfast import Anderson, DEQBlock, Picard, solve
+from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, solve
 from deqfast.execution.refusals import REFUSED
 
 OPTIONS = {
@@ -82,6 +82,15 @@ def test_refused(way, option):
     assert way.startswith("torch.") or type(caught.value) is ValueError
 
 
+def test_a_compiled_backward_solve_refuses_what_the_forward_solve_does():
+    adjoint = Implicit(Broyden(max_iter=30, min_iter=25))
+    block, said = DEQBlock(Cell(), compile=True), "min_iter of the adjoint's solver, Broyden.*min_iter=25.*: its loop"
+    for wrong in (lambda: DEQBlock(Cell(), adjoint=adjoint, compile=True), lambda: setattr(block, "adjoint", adjoint)):
+        with pytest.raises(ValueError, match=said):
+            wrong()
+    DEQBlock(Cell(), adjoint=adjoint, compile="forward")  # its backward solve is the ordinary loop
+
+
 def test_the_table_is_whole():
     """An entry that is dropped would be served silently, and takes its test with it."""
     assert {way: len(options) for way, options in REFUSED.items()} == {
@@ -90,8 +99,8 @@ def test_the_table_is_whole():
         "SHINE": 1,
         "keep_inverse": 1,
         "drop_converged": 1,
-        "Unrolled": 6,
-        "Reversible": 6,
+        "Unrolled": 7,
+        "Reversible": 7,
         "trajectory": 6,
         "torch.func": 7,
         "torch.export": 5,

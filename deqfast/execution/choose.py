@@ -29,7 +29,8 @@ def choose(plan: Plan) -> Runner:
         return in_export
     if plan.context == "torch.func":
         return solve_values
-    in_steps = plan.trace or plan.stop_fn is not None or plan.keep_inverse or plan.solver.min_iter > 1
+    by_solver = plan.solver.min_iter > 1 or plan.solver.mixing_fn is not None
+    in_steps = by_solver or plan.trace or plan.stop_fn is not None or plan.keep_inverse
     if hasattr(plan.cell, "fixed_point") and not in_steps and plan.groups is None and plan.scale is None:
         return by_cell
     return _by_solver(plan)

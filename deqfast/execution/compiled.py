@@ -103,7 +103,7 @@ def _check(solver: Solver, kernel: str, packing: Packing, keep_inverse: bool) ->
     """Raise the errors of ``Compiled.solve`` if the solve cannot be compiled."""
     if not serves(solver):
         raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
-    check_served("compile", kinds(solver))
+    check_served("compile", kinds(solver), f" of {solver}")
     check_inverse(solver, keep_inverse)
     short = [leaf.dtype for leaf in packing.leaves if leaf.dtype in (torch.bfloat16, torch.float16)]
     if short and not IS_NEW:

@@ -19,7 +19,7 @@ from ..solvers import Solver
 from ..solvers.base import MixingFn, State
 from ..solvers.multisecant import Multisecant
 from ..state.groups import Groups
-from ..state.packing import Packing, evaluate, versions
+from ..state.packing import Packing, evaluate, kept, versions
 from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
 from .export import iterate_in_code, iterate_in_graph
@@ -228,13 +228,11 @@ def mixed_rows(
         raise ValueError("mixing_fn must not modify its arguments, got one that works in place on z or f(z)")
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(f"mixing_fn must return a tuple (error, proposal), got {type(returned).__name__}")
-    error, proposal = returned
+    error = packing.pack_error(returned[0]).clone()
     try:
-        return packing.pack_error(error).clone(), packing.pack_value(proposal, rows).clone()
+        return error, packing.pack_value(returned[1], rows).clone()
     except (TypeError, ValueError) as wrong:
-        raise type(wrong)(
-            f"mixing_fn returned a wrong pair, whose proposal takes the place of f's value: {wrong}"
-        ) from None
+        raise type(wrong)(f"mixing_fn's proposal must be as f's value, whose place it takes: {wrong}") from None
 
 
 class Whole:
@@ -259,6 +257,7 @@ class Whole:
         value = evaluate(f, packing.unpack(rows), *which)
         found = [packing.pack_value(value, rows)]
         if mixing_fn is not None:
+            found[0] = kept(found[0])
             found += mixed_rows(mixing_fn, packing, rows, value, *which)
         return value, found
 
@@ -320,6 +319,7 @@ class Run:
                 self.rule = solver.rule(self.packing.stall_floor(value))
                 state.rule = self.rule if solver.min_iter == 1 else self.rule.undecided()
             if self.stop_fn is not None:
+                rows = kept(rows)
                 self._end(self._asked(self.stop_fn, value, k + 1), rows, k)
             solver.advance(state, rows, k, last)
             if self.rule is not None and state.rule is not self.rule and k + 2 >= solver.min_iter:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _NO_SOLVER = dict.fromkeys(
-    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", "min_iter"), "it runs no solver"
+    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", "mixing_fn", "min_iter"), "it runs no solver"
 )
 _REPLAYS = "a graph replays the same work"
 _ONE_CODE = "its code is one loop for whole batches"

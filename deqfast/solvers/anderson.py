@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .._checks import check_choice, check_number
 from ..kernels.constants import ANDERSON_I, ANDERSON_II
-from ..ops import Kernel
+from ..ops import Kernel, empty_history, empty_products
 from .base import MixingFn, State
 from .multisecant import Multisecant
 
@@ -20,33 +21,51 @@ class MixedState(State):
 
     The target of an iterate is where it would go by itself. `joint` (B, E + D) is the error and the target of the last
     iterate. Pair i, in slot i mod M of `pairs` (B, M, E + D), is the change of both from iterate i to the next. `gram`
-    has the products of their errors, as in ``multisecant_step``.
+    has the products of their errors, as in ``multisecant_step``. Errors are in a `unit` (B, 1) of each sample, so that
+    their squares are in the range of the dtype: a power of two, which changes no bits of the weights.
     """
 
     slots: int = field(kw_only=True)  # M
-    joint: Tensor | None = None  # as the other two, known after the first evaluation, which tells E
+    joint: Tensor | None = None  # as the other three, known after the first evaluation, which tells E
+    unit: Tensor | None = None
     pairs: Tensor | None = None
     gram: Tensor | None = None
 
     def mix(self, error: Tensor, target: Tensor, k: int, ridge: float) -> Tensor:
-        """Iterate k + 1 (B, D): the target, less the changes of targets whose errors make up most of the error."""
-        before, self.joint = self.joint, torch.cat([error, target], dim=1)
-        if before is None or self.pairs is None or self.gram is None:
-            self.pairs = target.new_zeros(len(target), self.slots, self.joint.shape[1])
-            self.gram = target.new_zeros(len(target), self.slots + 2, self.slots)
-        else:
-            self._append(self.pairs, self.gram, self.joint - before, (k - 1) % self.slots, error.shape[1])
+        """Iterate k + 1 (B, D): the target, less the changes of targets whose errors make up most of the error.
+
+        Raises:
+            ValueError: the error has another number of elements than the first one.
+        """
+        width, before = error.shape[1], self.joint
+        if before is None or self.unit is None or self.pairs is None or self.gram is None:
+            largest = error.abs().amax(dim=1, keepdim=True)
+            unit = largest / torch.frexp(largest).mantissa
+            self.unit = torch.where((unit > 0) & (unit < math.inf), unit, 1)
+            shape = len(target), self.slots, width + target.shape[1]
+            self.pairs = empty_history(shape, target.dtype, target.device)
+            self.gram = empty_products((len(target), self.slots + 2, self.slots), target.dtype, target.device)
+        elif before.shape[1] != width + target.shape[1]:
+            first = before.shape[1] - target.shape[1]
+            raise ValueError(f"mixing_fn's error must keep its {first} numbers per sample, got {width} at call {k + 1}")
+        error = error / self.unit
+        self.joint = torch.cat([error, target], dim=1)
+        if before is not None:
+            self._append(self.pairs, self.gram, self.joint - before, k, width)
         newest, count = (torch.full_like(self.iterations, number) for number in (k - 1, min(k, self.slots)))
         vector = torch.cat([error, torch.zeros_like(target)], dim=1)  # its products are those of the errors
         product = self.kernel.op("multisecant_transposed")
         rest = product(vector, self.pairs, self.pairs, self.gram, newest, count, ANDERSON_II, 1.0, 1.0, ridge)
-        return target + rest[:, error.shape[1] :]
+        return target + rest[:, width:]
 
-    def _append(self, pairs: Tensor, gram: Tensor, pair: Tensor, slot: int, width: int) -> None:
+    def _append(self, pairs: Tensor, gram: Tensor, pair: Tensor, k: int, width: int) -> None:
+        """Append pair k - 1 and its products with the others. No op reads slots without a pair, which are undefined."""
+        slot, count = (k - 1) % self.slots, min(k, self.slots)
         pairs[:, slot] = pair
-        products = torch.einsum("bme,be->bm", pairs[:, :, :width], pair[:, :width])
-        gram[:, slot] = products
-        gram[:, : self.slots, slot] = products
+        # The order of summation must not depend on the batch: no matrix product, and no sum to a single number.
+        products = (pairs[:, : max(count, 2), :width] * pair[:, None, :width]).sum(dim=2)[:, :count]
+        gram[:, slot, :count] = products
+        gram[:, :count, slot] = products
         gram[:, self.slots :, slot] = products[:, slot, None]
 
 
@@ -68,12 +87,15 @@ class Anderson(Multisecant):
         ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
             the scale of z; in [0, 1].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
-        mixing_fn: (error, proposal) = mixing_fn(z, fz), called after every evaluation, without gradient. The error e, a
-            tensor (B, ...), takes the place of f(z) - z. The proposal p, a tree like z, takes the place of f(z). The
-            next iterate is sum c_i p_i, whose weights minimise |sum c_i e_i| and have the sum 1. With `relaxation` r,
-            z_i + r (p_i - z_i) replaces p_i. A commutator as e gives CDIIS (Pulay, J. Comput. Chem. 3 (1982)). For a
-            preconditioner P, p is z + P (fz - z). Samples still stop by f(z) - z. Only for kind "II". With
-            `drop_converged` it is called as mixing_fn(z, fz, rows), as f is.
+        mixing_fn: (error, proposal) = mixing_fn(z, fz), called after every evaluation but the last of max_iter, without
+            gradient. The error e, a tensor (N, ...) with as many rows as z, takes the place of f(z) - z; all calls give
+            it the same shape of a row, and it is cast to the dtype of the solve. The proposal p, a tree like z, takes
+            the place of f(z). The next iterate is sum c_i p_i, whose weights minimise |sum c_i e_i| and have the sum 1.
+            With `relaxation` r, z_i + r (p_i - z_i) replaces p_i. A commutator as e gives CDIIS (Pulay, J. Comput.
+            Chem. 3 (1982)). For a preconditioner P, p is z + P (fz - z). Samples still stop by f(z) - z. z and fz are
+            the solver's memory: the function must neither modify them nor keep them. Only for kind "II" and
+            history_dtype None. With `drop_converged` it is called as mixing_fn(z, fz, rows), as f is. `trajectory` and
+            `diagnose` leave `drop_converged` out: give `rows` the default None.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

@@ -245,12 +245,21 @@ class Packing:
         return self._gathered(rows.clone() if _shares_memory(rows, z) else rows)
 
     def pack_error(self, error: Any) -> Tensor:
-        """Rows (B, E) of a tensor with a row for each row of the state; ValueError if it is none."""
-        rows = self.leaves[0].shape[0]
-        if not isinstance(error, Tensor) or not is_of_state(error) or error.dim() == 0 or len(error) != rows:
-            got = f"{error.dtype} {tuple(error.shape)}" if isinstance(error, Tensor) else type(error).__name__
-            raise ValueError(f"the error must be a floating-point or complex tensor of {rows} rows, got {got}")
-        return self._gathered(_as(rows_of(error), self.dtype))
+        """Rows (B, E) of the error of a `mixing_fn`, a tensor with numbers for each row of the state.
+
+        Raises:
+            TypeError, ValueError: it is not such a tensor, or sparse, or on another device.
+        """
+        rows, got = self.leaves[0].shape[0], type(error).__name__
+        if isinstance(error, Tensor):
+            check_dense("mixing_fn's error", error)
+            if is_of_state(error) and error.shape[:1] == (rows,) and error.numel() and error.device == self.device:
+                return self._gathered(_as(rows_of(error), self.dtype))
+            got = f"{error.dtype} {tuple(error.shape)} on {error.device}"
+        raise ValueError(
+            "mixing_fn's error must be a floating-point or complex tensor with numbers in each of its "
+            f"{rows} rows, on {self.device}, got {got}"
+        )
 
     def _are_rows(self, value: Any) -> bool:
         return (
@@ -308,6 +317,11 @@ def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
 def versions(tree: Any) -> int | list[int]:
     """Version numbers, which change if something writes to the tensors of a structure."""
     return _version(tree) if isinstance(tree, Tensor) else [_version(leaf) for leaf in pytree.tree_leaves(tree)]
+
+
+def kept(rows: Tensor) -> Tensor:
+    """Rows of f's value that a callback cannot change: a copy of those whose writes torch does not count."""
+    return rows.clone() if rows.is_inference() else rows
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:

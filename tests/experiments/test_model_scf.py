@@ -7,7 +7,7 @@ import torch
 from models import scf
 
 import deqfast
-from deqfast.testing import rounding
+from deqfast.testing import after_solve, assert_close, rounding
 
 OPTIONS = scf.Scf(molecules=6, chains=3, atoms=16, tol=1e-9, evaluations=400, repeats=1)
 TIGHT = deqfast.Anderson(rtol=0.0, atol=1e-11, max_iter=400, history_size=8)
@@ -43,7 +43,8 @@ def test_alternant_hydrocarbons_have_no_charges(drawn):
     x = scf.integrals(atoms._replace(nitrogen=torch.zeros_like(atoms.nitrogen)))
     found = scf.solved("anderson", OPTIONS, field, x)
     charges = field.electrons(found.value, x).density.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(charges, x.present.double(), rtol=0.0, atol=1e-7)
+    # An occupation changes by at most 2 / (4 * 0.05) per eV. These fields have amplifications of 1 to 8.
+    torch.testing.assert_close(charges, x.present.double(), rtol=0.0, atol=10 * after_solve(OPTIONS.tol))
 
 
 @pytest.mark.parametrize("name", ["molecules", "chains"])  # stretched ones have several solutions
@@ -57,7 +58,10 @@ def test_all_ways_find_one_field(name, drawn):
         assert one.converged.all()
         # Energies are stationary: their errors are squares of the tolerance, below their rounding.
         torch.testing.assert_close(
-            field.energy(one.value, atoms), energy, rtol=1000 * rounding(torch.float64), atol=0.0
+            field.energy(one.value, atoms),
+            energy,
+            rtol=rounding(torch.float64, 16**3),
+            atol=0.0,  # of N^3 operations
         )
     assert torch.equal(found["anderson"].value, found["anderson-whole"].value)
     counts = found["by-hand"].iterations - found["anderson"].iterations
@@ -80,7 +84,7 @@ def test_gradients_equal_those_through_a_long_loop(drawn):
     x = scf.integrals(moved)
     block = deqfast.DEQBlock(field, TIGHT, deqfast.Implicit(deqfast.Broyden(1e-10, 200)), init=field.start)
     looped = field.start(x)
-    for _ in range(150):
+    for _ in range(300):  # with an amplification of 8 the rest is 300 (1 - 1/8)^300 = 1e-15
         looped = field(looped, x)
     forces, of_charge = [], []
     for z in (block(x), looped):
@@ -88,7 +92,6 @@ def test_gradients_equal_those_through_a_long_loop(drawn):
         for kept, value in ((forces, field.energy(z, moved).sum()), (of_charge, charge)):
             kept += torch.autograd.grad(value, places, retain_graph=True)
     forces += torch.autograd.grad(field.energy(block(x).detach(), moved).sum(), places)
-    for one in forces[1:]:
-        torch.testing.assert_close(one, forces[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(of_charge[1], of_charge[0], rtol=1e-6, atol=1e-6)
+    for one, exact in ((forces[0], forces[1]), (forces[2], forces[1]), of_charge):
+        assert_close(one, exact, after_solve(1e-10, derivatives=1))
     assert of_charge[0].norm() > 0.01
