@@ -106,7 +106,10 @@ def test_blocks_functions_and_exports():
 def test_exports(solver, kernel):
     class Solves(torch.nn.Module):
         def forward(self, x):
-            f = lambda z: torch.tensor([[0.0], [0.9]]) * torch.cos(z) + x  # noqa: E731
+
+            def f(z):
+                return torch.tensor([[0.0], [0.9]]) * torch.cos(z) + x
+
             solution = solve(f, torch.zeros_like(x), replace(solver, max_iter=6), kernel)
             return solution.value, solution.status, solution.iterations
 
