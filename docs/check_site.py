@@ -87,6 +87,7 @@ class Anchors(HTMLParser):
 
 def broken_links(site: Path) -> list[str]:
     """A sentence for each link within the site that leads nowhere."""
+    site = site.resolve()
     pages = {path: Anchors(path.read_text()) for path in sorted(site.rglob("*.html"))}
     faults = []
     for path, page in pages.items():
@@ -100,7 +101,8 @@ def broken_links(site: Path) -> list[str]:
             file = file / "index.html" if file.is_dir() else file
             anchor = unquote(parts.fragment)
             known = pages[file].names if file in pages else set()
-            if not file.is_file() or (anchor and file in pages and anchor not in known | {"__top"}):
+            within = file.is_relative_to(site) and file.is_file()
+            if not within or (anchor and file in pages and anchor not in known | {"__top"}):
                 faults.append(f"{path.relative_to(site)}: the link {target} leads nowhere")
     return faults
 

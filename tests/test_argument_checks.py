@@ -46,7 +46,7 @@ MISTAKES = {
     "of a metric": (lambda: deqfast.NeuralCollapse(2, kernel="cublas"), ValueError, "one of 'auto', "),
     "of its function": (lambda: deqfast.neural_collapse(FEATURES, LABELS, kernel="cublas"), ValueError, "got 'cublas'"),
     "an activation": (lambda: FCCell(3, 3, "tan"), ValueError, "got 'tan'; did you mean 'tanh'?"),
-    "an option of torchdeq's": (lambda: get_deq(f_slover="broyden"), TypeError, "did you mean 'f_solver'?"),
+    "an option of get_deq": (lambda: get_deq(f_slover="broyden"), TypeError, "did you mean 'f_solver'?"),
     "a layer for a cell": (lambda: DEQBlock(nn.Linear(3, 3)), TypeError, "cell must accept (z, x)"),
     "a function of z": (lambda: DEQBlock(lambda z: z), TypeError, "takes (z)"),
     "another batch of z0": (lambda: DEQBlock(add)(torch.ones(4, 3), torch.ones(2, 3)), ValueError, "(2, 3) and (4, 3)"),

@@ -23,7 +23,7 @@ WITHOUT_FIXED_POINT = {
     "a shift": lambda z: z + 0.7,
     "a bend": lambda z: z + 0.9 * z.tanh() + 1.5,
     "a block that adds its input": lambda z: z + 0.5 * torch.relu(z @ W.to(z.dtype)) + 1,
-    "a block behind a norm": lambda z: z + torch.nn.functional.layer_norm(z, (16,)).abs() + 0.1,
+    "a block after a norm": lambda z: z + torch.nn.functional.layer_norm(z, (16,)).abs() + 0.1,
     "a slow stretch": lambda z: z.abs() + 1 + 1e-3 * z.abs(),
     "a turn with a drift": lambda z: torch.cat([z[:, :1] + 1, -z[:, 1:]], dim=1),
 }

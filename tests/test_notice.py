@@ -86,7 +86,7 @@ class Event:
         return self.is_done
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces a GPU")
 class TestLate:
     """On a GPU: one call late, or later where that has not arrived, so that nothing waits."""
 

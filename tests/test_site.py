@@ -32,10 +32,13 @@ def site_of(folder: Path, content: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("link", ["none.html", "#none", "other.html#none", "none.png"])
+@pytest.mark.parametrize("link", ["none.html", "#none", "other.html#none", "none.png", "../outside.html"])
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, link: str) -> None:
-    assert check_site.broken_links(site_of(tmp_path, RIGHT)) == []
-    found = check_site.broken_links(site_of(tmp_path, f'{RIGHT}<a href="{link}">d</a>'))
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "outside.html").touch()
+    assert check_site.broken_links(site_of(site, RIGHT)) == []
+    found = check_site.broken_links(site_of(site, f'{RIGHT}<a href="{link}">d</a>'))
     assert found == [f"index.html: the link {link} leads nowhere"]
 
 

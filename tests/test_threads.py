@@ -16,7 +16,7 @@ SOLVERS = {
     "damped picard": deqfast.Picard(relaxation=0.7, **RULE),
     "anderson II": deqfast.Anderson(**RULE),
     "anderson I, bf16 history": deqfast.Anderson(kind="I", history_dtype=torch.bfloat16, **RULE),
-    "broyden, steps alone": deqfast.Broyden(**RULE),
+    "broyden, steps only": deqfast.Broyden(**RULE),
     "broyden, pairs": deqfast.Broyden(history_size=4, **RULE),
     "bad broyden": deqfast.Broyden(kind="bad", **RULE),
 }

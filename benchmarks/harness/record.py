@@ -59,7 +59,7 @@ WRITTEN = (
     "docs/pages",
 )
 SETUP = ROOT / "setup.py"
-NO_SETUPTOOLS = "of which sources the extensions were built cannot be told without setuptools: pip install setuptools"
+NO_SETUPTOOLS = "the sources of the built extensions cannot be checked without setuptools: pip install setuptools"
 Row = dict[str, Any]
 
 

@@ -62,7 +62,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "stop_fn": "an exported program calls no Python",
         "mixing_fn": "an exported program calls no Python",
         "Auto": _BY_VALUES,
-        "trace of a Solution": "its length is that of the solve, which an export does not know",
+        "trace of a Solution": "its length is known only after the solve, and an export needs it before",
         "training mode": "an export serves inference: call eval() before",
     },
     "torch.compile": {

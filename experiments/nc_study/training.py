@@ -221,7 +221,7 @@ def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     if state:
         trainer.load(state)
     if 0 < done < settings.epochs:
-        print(f"{settings.arm}: going on after epoch {done}", flush=True)
+        print(f"{settings.arm}: continues after epoch {done}", flush=True)
     steps, first = data.steps(settings.batch_size), is_first()
     bar = {"desc": settings.arm, "unit": "batch", "disable": None if first else True}  # None: not a terminal
     with tqdm(total=settings.epochs * steps, initial=done * steps, **bar) as progress:

@@ -148,17 +148,19 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         ]
     )
     heard = ", ".join(f"{name} ({digest[:8]})" for name, digest in sizes.recordings)
-    text = (
-        f"A second at {RATE} Hz of {heard}; plain: of t itself, fourier: of the sines and cosines of {OCTAVES} octaves "
-        "of t. Errors are mean squared errors in units of the sound's variance: 1 is the best constant's. Networks are "
-        f"trained on {SHARES['fitted']:.0%} of the samples, the rate is chosen on {SHARES['validation']:.0%}, and the "
-        f"rest is unseen. The DEQ has {WIDTH} units, the FNNs {DEPTH} hidden layers of {MATCHED} The fits of seed 0 "
-        "lie beside their records as WAV files."
+    notes = (
+        f"The sounds are one second at {RATE} Hz of {heard}. The fits of seed 0 are WAV files next to their records.",
+        f"The input of a network is the time t (plain), or the sines and cosines of {OCTAVES} octaves of t (fourier).",
+        "Errors are mean squared errors in units of the sound's variance. The best constant has an error of 1.",
+        f"Networks are trained on {SHARES['fitted']:.0%} of the samples. The learning rate is chosen on "
+        f"{SHARES['validation']:.0%}, and {SHARES['unseen']:.0%} are unseen.",
+        f"The DEQ has {WIDTH} units, the FNNs {DEPTH} hidden layers.",
+        *MATCHED,
     )
     columns = {part: partial(Trained.error, name=part) for part in SHARES}
     table = networks_table("Errors on sound", RECONSTRUCTION, tasks, columns)
     sounds = {unit.task: result.sounds for unit, result in results.items() if result.sounds}
-    return Section(text, claims, [table], [_picture(sounds)] if sounds else [])
+    return Section(notes, claims, [table], [_picture(sounds)] if sounds else [])
 
 
 def _comparison(encoding: str, rule: str, recordings: list[list[tuple[Trained, ...]]], index: int) -> Comparison:
@@ -183,7 +185,7 @@ def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
             axis.semilogy(frequencies, power, label=name.removesuffix(".wav"), **look)
         axis.set(title=task, xlabel="Hz", ylabel="power density", ylim=(RESOLUTION, None))
     style.legend(figure)
-    return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Welch's estimate, of seed 0.", figure)
+    return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Power density by Welch's method, for seed 0.", figure)
 
 
 AUDIO = of_module(

@@ -210,17 +210,18 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the claims of Section 5 and show how the bias changes with the initialisation."""
     flows = [one for result in results.values() for one in result.flows]
     descents = [one for result in results.values() for one in result.descents]
-    worst, same = "The largest value over problems and seeds.", "The same, from β(0) = 1, at one time."
+    worst, same = "Largest values over problems and seeds.", "The same, from β(0) = 1, all at one time of the flow."
     tables = [
         Table("Limits of gradient flow", DERIVED, _flow_rows(flows), worst),
         Table("Gradient descent through deqfast", DERIVED, _descent_rows(descents), same),
     ]
-    text = (
-        "Equation (9): squared loss, N < d, X normal, y = Xβ of a positive β. Two-sided: inputs (x, -x), so that the "
-        "coefficients β₊ - β₋ may be negative. KKT residuals are relative (1: not at all met)."
+    notes = (
+        "Equation (9): squared loss, N < d, X normal, y = Xβ of a positive β.",
+        "Two-sided: inputs (x, -x), so that the coefficients β₊ - β₋ may be negative.",
+        "KKT residuals are relative: at 0 the conditions are met, at 1 not at all.",
     )
     claims = [*_limit_claims(sizes, flows), _denser(sizes, flows), _tends(sizes, list(results.values()))]
-    return Section(text, claims, tables, [_picture(sizes, flows)])
+    return Section(notes, claims, tables, [_picture(sizes, flows)])
 
 
 def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
@@ -231,15 +232,15 @@ def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
         return Claim(text, within(worst, ZERO), f"at most {worst:.1e}", sizes.seeds, source, reason)
 
     plus = "Its limit meets the KKT conditions of Q with the plus sign, Σ[1/(2β²) + β(0)⁻³β]"
-    minus = "Its limit is that of Q with the minus sign the rebuttal prints"
+    minus = "Its limit meets them for Q with the minus sign, which the rebuttal prints"
     missed = min(one.kkt_minus for one in deq)
     everywhere, at_least = "one-sided and two-sided β, all initialisations", f"KKT residual at least {missed:.1e}"
     return [
         zero("Gradient flow keeps β⁻³ - 3Xᵀv", EXACT, [one.drift for one in deq], "drift along scipy's integration"),
         zero(plus, DERIVED, [one.kkt for one in deq], everywhere),
-        Claim(minus, within(missed, ZERO), at_least, sizes.seeds, EXACT, "a slip of the sign"),
+        Claim(minus, within(missed, ZERO), at_least, sizes.seeds, EXACT, "the printed sign is an error"),
         zero("JFB minimises Σ[1/β + β/β(0)²] instead", DERIVED, [one.kkt for one in jfb], "its own conserved quantity"),
-        zero("JFB's limit, too, is that of the paper's Q", DERIVED, [one.kkt_paper for one in jfb], "own bias"),
+        zero("JFB's limit minimises the paper's Q too", DERIVED, [one.kkt_paper for one in jfb], "a bias of its own"),
         zero("The diagonal network β = u² minimises Σ β log(β/β(0)) - β", DERIVED, [o.kkt for o in network], "known"),
     ]
 
@@ -257,7 +258,7 @@ def _denser(sizes: Sizes, flows: list[Flow]) -> Claim:
         f"participation ratio higher in {share:.0%} of {len(deq)} problems",
         sizes.seeds,
         DERIVED,
-        "exact limits, so no interval: holds where it does in every problem",
+        "exact limits, without an interval; holds only if it holds in every problem",
     )
 
 
@@ -271,10 +272,10 @@ def _tends(sizes: Sizes, results: list[Result]) -> Claim:
     return Claim(
         "Gradient descent through deqfast tends to the flow as its step decreases",
         HOLDS if min(halving) > 1 else FAILS,
-        f"half the step: distance over {min(halving):.2f} to {max(halving):.2f}",
+        f"half the step divides the distance by {min(halving):.2f} to {max(halving):.2f}",
         sizes.seeds,
         DERIVED,
-        "a method of first order gives 2",
+        "a first-order method gives 2",
     )
 
 
@@ -314,7 +315,7 @@ def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
     axis.set(xscale="log", xlabel="β(0)", ylabel="participation ratio of the limit")
     style.decimal(axis.xaxis)
     style.legend(figure)
-    caption = "How dense the limit is against the initialisation: mean over problems and seeds, bars their deviation. "
+    caption = "Density of the limit against the initialisation: means over problems and seeds, with standard deviations. "
     caption += "The points of one β(0) are drawn next to one another."
     return Picture("diagonal", "Bias and initialisation", DERIVED, caption, figure)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ EXACT, DERIVED, RECONSTRUCTION = "exact", "derived", "reconstruction"
 SOURCES = {
     EXACT: "as printed by the authors",
     DERIVED: "follows from what is printed, and is checked here numerically",
-    RECONSTRUCTION: "a best guess where the paper's text was not to be had",
+    RECONSTRUCTION: "a best guess, because the paper's text was not available",
 }
 
 R = TypeVar("R")
@@ -75,9 +75,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """Section of a report: the outcome of an experiment."""
+    """Section of a report: the outcome of an experiment. Each of the `notes` is an item of a list."""
 
-    text: str
+    notes: Sequence[str]
     claims: list[Claim]
     tables: list[Table]
     pictures: list[Picture]

@@ -222,12 +222,13 @@ def units(sizes: Sizes) -> list[Unit]:
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the error on the unseen part, what is learnt in its place, and the canonical hold-out's prediction."""
-    text = (
-        "Targets on {-1, 1}^15: f1 = x0 x1 - 1.25 x1 x2 + 1.5 x2 x0 seen where x0 x1 x2 = 1, f2 = x0 x1 seen where "
-        f"x0 = 1 or x1 = 1; a linear function with x_k = 1 frozen. {sizes.course.steps} steps of {sizes.course.batch} "
-        "samples with each learning rate, chosen on samples of the seen part. The diagonal DEQ has inputs (x, -x) and "
-        "a bias, the FNN at most the DEQ's parameters. The minimum-degree interpolator has the least degree that fits "
-        "the seen part. Trained by Adam; the hold-out by gradient descent, as its prediction is of gradient flow."
+    notes = (
+        "Targets on {-1, 1}^15: f1 = x0 x1 - 1.25 x1 x2 + 1.5 x2 x0, seen if x0 x1 x2 = 1; f2 = x0 x1, seen if x0 = 1 "
+        "or x1 = 1. Canonical hold-out: a linear function, seen if x_k = 1.",
+        "The diagonal DEQ has inputs (x, -x) and a bias. The FNN has at most the DEQ's parameters. The minimum-degree "
+        "interpolator is the polynomial of least degree that fits the seen part.",
+        sizes.course.note,
+        "The hold-out was trained by gradient descent, because its prediction is for gradient flow.",
     )
     tasks = by_task(results)
     holdouts = [one for result in tasks.pop("holdout", []) for one in result.holdouts]
@@ -242,12 +243,13 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     if holdouts:
         claims += _holdout_claims(holdouts)
         shown: Rows = [
-            {"network": one.rule, "β(0)": one.initial, "predicted": one.predicted, "by descent": one.measured}
+            {"network": one.rule, "β(0)": f"{one.initial:g}"}
+            | {"predicted": f"{one.predicted:.4g}", "by descent": f"{one.measured:.4g}"}
             for one in holdouts
         ]
-        least = f"{4 * HELD**2:g}, that of the minimum-degree interpolator, is what it is for β(0) → 0."
+        least = f"For β(0) → 0 it tends to {4 * HELD**2:g}, the error of the minimum-degree interpolator."
         tables.append(Table("Canonical hold-out: error on the unseen half", DERIVED, shown, least))
-    return Section(text, claims, tables, pictures)
+    return Section(notes, claims, tables, pictures)
 
 
 def _comparisons(tasks: dict[str, list[tuple[Trained, ...]]]) -> list[Comparison]:
@@ -274,19 +276,19 @@ def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:
             claim="Canonical hold-out: descent ends at the predicted 4 (c_k - β_k)²",
             verdict=within(apart, AGREES),
             numbers=f"relative difference at most {apart:.1e}",
-            reason="nothing random; the difference is that of the step size",
+            reason="deterministic; the difference is due to the step size",
         ),
         exact(
             claim="Canonical hold-out: the diagonal DEQ's error is below the diagonal network's from the same β(0)",
             verdict=HOLDS if all(lower) else FAILS,
-            numbers=f"lower for β(0) = {starts or 'none'} of {', '.join(f'{one.initial:g}' for one in deq)}",
-            reason="exact, nothing random: holds where it does for every β(0)",
+            numbers=f"lower at {starts or 'none'} of β(0) = {', '.join(f'{one.initial:g}' for one in deq)}",
+            reason="deterministic; holds only if it holds for every β(0)",
         ),
         exact(
-            claim="The same, each from its usual start: w = 0, β(0) = 1, against small weights, β(0) = 1e-4",
+            claim="The same, each from its usual start: β(0) = 1 (w = 0) for the DEQ, 1e-4 (small weights) for the network",
             verdict=HOLDS if usual["DEQ"] < usual["diagonal network"] else FAILS,
-            numbers=f"{usual['DEQ']:.3f} against {usual['diagonal network']:.3f}",
-            reason="exact: what differs is the start, not the architecture",
+            numbers=f"{usual['DEQ']:.3f} and {usual['diagonal network']:.3f}",
+            reason="deterministic; the start makes the difference, not the architecture",
         ),
     ]
 
@@ -301,8 +303,8 @@ def _rows(name: str, found: list[Result]) -> Rows:
         whole = share * errors[0] + (1 - share) * errors[1]
         columns = {"seen": errors[0], "unseen": errors[1], "from the target": whole, "from the interpolator": apart}
         by_degree = ", ".join(f"{e:.2g}" for e in (*energy[:3], sum(energy[3:])))
-        told = {column: f"{number:.3g}" for column, number in columns.items()}
-        return {"task": name, "network": network, **told, "energy of degree 0, 1, 2, more": by_degree}
+        shown = {column: f"{number:.3g}" for column, number in columns.items()}
+        return {"task": name, "network": network, **shown, "energy of degree 0, 1, 2, more": by_degree}
 
     rows = []
     for index, one in enumerate(found[0].networks):

@@ -127,7 +127,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         "The DEQ's features are denser than the FNN's": [one[2] - one[1] for one in after],
         "Training makes the DEQ's features denser than they were at its start": trained,
     }
-    reason = "participation ratio, FNN less DEQ or before less after"
+    reason = "difference in participation ratio: FNN minus DEQ, or before minus after"
     claims = compare([Comparison(claim, RECONSTRUCTION, [one], reason) for claim, one in differences.items()])
     rows: Rows = []
     for index, network in enumerate(found[0].networks):
@@ -136,14 +136,15 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
             ratios, shares = zip(*(one[index] for one in seeds), strict=True)
             row |= {f"participation, {when}": spread(ratios, ".2f"), f"above a tenth, {when}": spread(shares, ".2f")}
         rows.append(row)
-    text = (
-        "f2 = x0 x1 on {-1, 1}^20, seen where x0 = 1 or x1 = 1; 20 features each. As |x_i| = 1, those of the diagonal "
-        "DEQ are |β_i| at every point, while ReLU features are often 0 whatever is learnt: so each network stands "
-        "beside its own start. The diagonal DEQ's two signs start alike and cancel; with one sign alone all of its "
-        "features would start at 1, and be dense by that."
+    notes = (
+        "The target is f2 = x0 x1 on {-1, 1}^20, seen if x0 = 1 or x1 = 1. Each network has 20 features.",
+        "The diagonal DEQ's features are |β_i| at every point, because |x_i| = 1. ReLU features are often 0, whatever "
+        "the network learns. Each network is therefore compared with its own start.",
+        "The diagonal DEQ has coefficients of two signs, which start equal and cancel. With one sign all its features "
+        "would start at 1, and so be dense before training.",
     )
-    told = "Median over seeds and its range. Above a tenth: the share of features above a tenth of the largest."
-    return Section(text, claims, [Table("Density of the features", RECONSTRUCTION, rows, told)], [_picture(found)])
+    note = "Medians over seeds, with ranges. Above a tenth: the share of features above a tenth of the largest."
+    return Section(notes, claims, [Table("Density of the features", RECONSTRUCTION, rows, note)], [_picture(found)])
 
 
 def _picture(found: list[Result]) -> Picture:

@@ -17,10 +17,10 @@ CLIP = 1.0  # bound on the norm of a gradient, of all networks
 SOLVER = deqfast.Broyden(rtol=1e-8, max_iter=100, history_size=30)
 ADJOINT = deqfast.Implicit(deqfast.Broyden(rtol=1e-6, max_iter=50))
 DOUBLE = torch.float64
-MATCHED = (
-    "the largest width at which their parameters, or the FLOPs of a training step, are at most the DEQ's. Its FLOPs "
-    "are those of the evaluations of both solves, without the products of Broyden's method itself, and the FNNs' "
-    "include a gradient of the input that is not computed: both favour the DEQ."
+MATCHED = (  # notes of a report
+    "An FNN has the largest width with at most the DEQ's parameters, or with at most its FLOPs per training step.",
+    "The DEQ's FLOPs count the evaluations of both solves, without Broyden's own products. The FNNs' FLOPs include a "
+    "gradient of the input, which is not computed. Both choices favour the DEQ.",
 )
 
 
@@ -92,6 +92,14 @@ class Course:
     batch: int
     rates: tuple[float, ...]
     marks: int
+
+    @property
+    def note(self) -> str:
+        """Note of a report."""
+        return (
+            f"Each network is trained by Adam for {self.steps} steps of {self.batch} fresh samples, once with each "
+            "learning rate. The rate is chosen on validation samples."
+        )
 
 
 @dataclass(frozen=True)

@@ -182,20 +182,22 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     ]
     rows = [_row(task, list(arm.values())) for task, arms in tasks.items() for arm in arms.values()]
     counts = sorted({str(result.images) for result in results.values()})
-    text = (
-        f"The paper says that a DEQ's maps are broader. Networks: {sizes.networks}. "
-        "Grad-CAM of the last block's output, for the class that the network predicts, on "
-        f"{', '.join(counts)} test images, the same for all arms. A map has 4 x 4 positions: a uniform one has an "
-        "entropy of 4 bits and half of it is in 8 of them; nothing finer can be told. As logits are linear in the mean "
-        "over positions, the channels' weights are the classifier's. Arms end differently: explicit after a ReLU, the "
-        "others after a GroupNorm, so that once (the cell evaluated once) and explicit-norm are the fairer controls. "
-        "Random: the last block and the classifier have random weights, for the same images and classes; where the "
-        f"maps correlate with those by more than {SURVIVES:g} in rank they show nothing of what was learnt there."
+    notes = (
+        f"The paper says that a DEQ's maps are broader. Networks: {sizes.networks}.",
+        "A map is Grad-CAM of the last block's output, for the class that the network predicts. All arms have the same "
+        f"{', '.join(counts)} test images. Logits are linear in the mean over positions. The weights of the channels "
+        "are therefore the classifier's.",
+        "A map has 4 x 4 positions. A uniform map has an entropy of 4 bits, and half of it is in 8 positions. Nothing "
+        "finer can be seen.",
+        "Arms end differently: explicit with a ReLU, the others with a GroupNorm. The fairer controls are therefore "
+        "once, which is the cell evaluated once, and explicit-norm.",
+        "Random: maps with random weights in the last block and the classifier, for the same images and classes. If "
+        f"an arm's maps have a rank correlation above {SURVIVES:g} with these, they show nothing that was learnt.",
     )
-    told = "Mean and deviation over seeds. Empty maps, which have no entropy, are counted and left out."
-    tables = [Table("Breadth of Grad-CAM's maps", RECONSTRUCTION, rows, told)]
+    note = "Means and standard deviations over seeds. Empty maps have no entropy. They are counted and left out."
+    tables = [Table("Breadth of Grad-CAM's maps", RECONSTRUCTION, rows, note)]
     unit, first = next(iter(results.items()))
-    return Section(text, compare(compared), tables, [_picture(unit, first)])
+    return Section(notes, compare(compared), tables, [_picture(unit, first)])
 
 
 def _broader(claim: str, deq: dict[int, Arm], control: dict[int, Arm]) -> Comparison:
@@ -205,8 +207,8 @@ def _broader(claim: str, deq: dict[int, Arm], control: dict[int, Arm]) -> Compar
 
     survives = np.mean([arm.values["rank correlation"] or 0 for arm in deq.values()]) > SURVIVES
     held = differences("half")
-    reason = f"bits of entropy; positions that hold half: {np.mean(held) if held else math.nan:+.2f}"
-    reason += "; the DEQ's maps survive random weights" if survives else ""
+    reason = f"difference in bits of entropy; in positions that contain half: {np.mean(held) if held else math.nan:+.2f}"
+    reason += "; the DEQ's maps correlate with those of random weights" if survives else ""
     accuracy = float(np.mean([arm.values["accuracy"] for arm in (*deq.values(), *control.values())]))
     positions = len(next(iter(deq.values())).maps[0])
     reason += f"; weak evidence: these networks are {accuracy:.0%} accurate, and a map has {positions} positions"

@@ -160,18 +160,19 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     compared = [_comparison(rule, {k: tasks[k] for k in group}) for group in groups for rule in ("parameters", "FLOPs")]
     if starts := [seeds for seeds in tasks.values() if seeds[0][-1].name == EXACT_START]:
         compared.append(_stays([[networks[-1] for networks in seeds] for seeds in starts]))
-    text = (
-        "The construction needs no training; the rest is what training finds. Errors are mean squared errors on fresh "
-        f"points in units of the best constant's, 1/12: a network at 1 has learnt nothing. In {sizes.course.steps} "
-        f"steps every network's error stays above {LEARNT:g} in: {', '.join(idle) or 'no task'}. k1 has two pieces. "
-        f"The DEQ has {WIDTH} units. "
-        f"FNNs have {MATCHED} Every network was trained with each learning rate for {sizes.course.steps} steps of "
-        f"{sizes.course.batch} fresh samples; the rate is chosen on validation samples."
+    notes = (
+        "The first claim is about a construction, which needs no training. The others are about what training finds.",
+        "Task k1 has two pieces, and each further k twice as many. Errors are mean squared errors on fresh points, in "
+        "units of 1/12, the error of the best constant. A network at 1 has learnt nothing.",
+        f"Every network's error stays above {LEARNT:g} in: {', '.join(idle) or 'no task'}.",
+        f"The DEQ has {WIDTH} units.",
+        *MATCHED,
+        sizes.course.note,
     )
     columns: dict[str, Callable[[Trained], float]] = {"error": last_error, "share solved": lambda one: one.converged}
     table = networks_table("Errors on the sawtooth", RECONSTRUCTION, tasks, columns)
     picture = curves("sawtooth", "Training on the sawtooth", RECONSTRUCTION, tasks, "test", "error / (1/12)", level=1)
-    return Section(text, [existence, *compare(compared)], [table], [picture])
+    return Section(notes, [existence, *compare(compared)], [table], [picture])
 
 
 def _comparison(rule: str, tasks: dict[str, list[tuple[Trained, ...]]]) -> Comparison:
@@ -183,11 +184,10 @@ def _comparison(rule: str, tasks: dict[str, list[tuple[Trained, ...]]]) -> Compa
         rivals.append(f"{rival[0].name} ({task})")
         learnt |= min(map(last_error, (*own, *rival))) <= LEARNT
     every = [one for task in differences for one in task]
-    reason = f"log10 ratio, against the best in validation: {'; '.join(rivals)}; the DEQ is worse in "
-    reason += (
-        f"{sum(one > 0 for one in every)} of {len(every)} pairs, on average by a factor of {10 ** fmean(every):.2g}"
-    )
-    reason += "" if learnt else f"; nobody learns: all errors are above {LEARNT:g}"
+    worse = sum(one > 0 for one in every)
+    reason = f"log10 ratio to the FNN that is best in validation: {'; '.join(rivals)}; the DEQ is worse in {worse} of "
+    reason += f"{len(every)} pairs; geometric mean of the ratios: {10 ** fmean(every):.2g}"
+    reason += "" if learnt else f"; no network learns: all errors are above {LEARNT:g}"
     claim = f"{', '.join(tasks)}: trained, the DEQ's error is below the FNN's at equal {rule}"
     return Comparison(claim, RECONSTRUCTION, differences, reason, judged=learnt)
 

@@ -151,18 +151,19 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         dimensions.setdefault(task.split("-")[0], {})[task] = found
     judge = (_weights, _bounded)
     claims = [existence, *compare([one(d, found) for one in judge for d, found in dimensions.items()])]
-    text = (
-        f"ReLU DEQ of {WIDTH} units and FNNs of at most its parameters, float64, {sizes.course.steps} steps of "
-        f"{sizes.course.batch} fresh samples with each learning rate, which is chosen on validation samples. Mean "
-        "squared errors are under uniform x and in units of the zero function's, which is about δ itself: 1 has learnt "
-        "nothing. Losses are those of the sampling, in units of the zero function's under it. Concentrated: half of "
-        f"the samples near the step. Bounded: no weight is ever above {BOUND:g} times the largest weight of that one "
-        "of the seed's free networks which has the smallest. It binds a network the more, the larger its free weights "
-        "are: often the FNN more than the DEQ, as each reason says. Uniform samples miss a narrow step, so that a "
-        "small loss need not mean that it was learnt. A task is learnt if a network has a loss of at most "
-        f"{LEARNT:g} and a largest error of at most {SEES:g}; the second condition was added after the results were "
-        "seen. Each d has its own verdict. The paper's claim that an FNN's weights grow with d is not tested: it needs "
-        "networks that have learnt the step at every d."
+    notes = (
+        f"The DEQ has {WIDTH} ReLU units, the FNNs at most its parameters.",
+        sizes.course.note,
+        "The MSE is the mean squared error under uniform x, in units of the zero function's error, which is about δ. A "
+        "network at 1 has learnt nothing. The loss is under the task's own sampling, in units of the zero function's.",
+        "Concentrated: half of the samples are near the step. Uniform samples miss a narrow step. With them a small "
+        "loss does not show that a network has learnt the step.",
+        f"Bounded: no weight exceeds {BOUND:g} times the smallest of the largest weights of the seed's free networks. "
+        "The bound restricts networks with large free weights more. This is often the FNN; each reason has the shares.",
+        f"A task is learnt if a network has a loss of at most {LEARNT:g} and a largest error of at most {SEES:g}. The "
+        "second condition was added after the results had been seen. Each d has its own verdict.",
+        "The paper also claims that an FNN's weights grow with d. This is not tested, because it needs networks that "
+        "have learnt the step at every d.",
     )
     both = {task: [(*one.free, *one.bounded) for one in found] for task, found in tasks.items()}
     columns: dict[str, Callable[[Trained], float]] = {
@@ -172,7 +173,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         "largest weight": lambda one: one.largest_weight,
     }
     table = networks_table("Errors and weights on the steep function", RECONSTRUCTION, both, columns)
-    return Section(text, claims, [table], [_picture(both)])
+    return Section(notes, claims, [table], [_picture(both)])
 
 
 def _pairs(found: list[Result], kind: str) -> tuple[Sequence[Trained], Sequence[Trained]]:
@@ -190,12 +191,12 @@ def _weights(d: str, tasks: dict[str, list[Result]]) -> Comparison:
     apart = {task: fmean(log_ratios(*pair, lambda one: one.loss)) for task, pair in pairs.items()}
     judged = [task for task, pair in pairs.items() if _learnt(pair) and abs(apart[task]) <= COMPARABLE]
     losses = ", ".join(f"{10 ** apart[task]:.2f}" for task in judged)
-    told = f"judged on {', '.join(judged)}, with losses of {losses} times the FNN's" if judged else _idle(pairs)
+    basis = f"judged on {', '.join(judged)}, with losses of {losses} times the FNN's" if judged else _idle(pairs)
     return Comparison(
         f"{d}: at comparable loss the DEQ's largest weight is below the FNN's",
         RECONSTRUCTION,
         [log_ratios(*pairs[task], lambda one: one.largest_weight) for task in judged or pairs],
-        f"log10 ratio; {told}",
+        f"log10 ratio; {basis}",
         judged=bool(judged),
     )
 
@@ -205,18 +206,18 @@ def _bounded(d: str, tasks: dict[str, list[Result]]) -> Comparison:
     judged = [task for task, pair in pairs.items() if _learnt(pair)]
     shares = [_shares(tasks[task]) for task in judged]
     bound = "; ".join(f"{own:.2f} of the DEQ's and {other:.2f} of the FNN's" for own, other in shares)
-    told = f"judged on {', '.join(judged)}; the bound in units of free weights: {bound}" if judged else _idle(pairs)
+    basis = f"judged on {', '.join(judged)}; the bound in units of free weights: {bound}" if judged else _idle(pairs)
     return Comparison(
         f"{d}: under the same bound on the weights the DEQ's largest error is below the FNN's",
         RECONSTRUCTION,
         [log_ratios(*pairs[task], lambda one: one.error("largest")) for task in judged or pairs],
-        f"log10 ratio; {told}",
+        f"log10 ratio; {basis}",
         judged=bool(judged),
     )
 
 
 def _idle(tasks: Iterable[str]) -> str:
-    return f"learnt, or with comparable losses: none of {', '.join(tasks)}"
+    return f"not judged: the step was not learnt, or the losses are not comparable, in {', '.join(tasks)}"
 
 
 def _shares(found: list[Result]) -> tuple[float, float]:

@@ -118,7 +118,7 @@ def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
     assert killed.returncode != 0 and not (folder / "result.json").exists(), killed.stderr
     assert study.main([*STUDY, *TWO_EPOCHS, "--processes", "2", "--no-report", "--out", str(tmp_path)]) == 0
     log = (folder / "log.txt").read_text()
-    assert log.count("explicit: going on after epoch 1\n") == 1 and log.count("results: ") == 1
+    assert log.count("explicit: continues after epoch 1\n") == 1 and log.count("results: ") == 1
     assert "2 processes, each with batch statistics" in log
     result = RunDirectory(folder).result
     assert result.machine.processes == 2 and result.command.startswith("torchrun --nproc-per-node 2 ")

@@ -174,7 +174,7 @@ def test_the_conclusions_are_the_protocols():
     assert [one[: len(start)] for one, start in zip(conclusions(everything), said, strict=True)] == said
     assert "not shown" in conclusions({**everything, "A4": OPEN, "A5": OPEN})[0], "what is open shows nothing"
     assert "not shown" in conclusions({**everything, "A4": EQUAL})[0], "one control by itself decides neither way"
-    assert "The normalised ending makes" in conclusions({**everything, "A4": EQUAL, "A5": CONTRADICTED})[0]
+    assert "The normalised ending improves" in conclusions({**everything, "A4": EQUAL, "A5": CONTRADICTED})[0]
     assert (
         all("not shown" in one for one in conclusions(nothing))
         and "not shown" in conclusions({**everything, "N4": EQUAL})[1]

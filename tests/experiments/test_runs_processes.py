@@ -18,7 +18,7 @@ class Writing(Run):
     def measure(self):
         time.sleep(0.2)
         match str(self):
-            case "told":
+            case "refused":
                 raise StudyError("there is no data")
             case "broken":
                 raise ZeroDivisionError("a bug")
@@ -35,11 +35,11 @@ class Writing(Run):
 
 
 def test_a_run_that_fails_stops_no_other_and_says_why(tmp_path, capsys):
-    runs = [Writing(tmp_path / f"{name}.json") for name in ("told", "broken", "good", "killed", "empty", "before")]
+    runs = [Writing(tmp_path / f"{name}.json") for name in ("refused", "broken", "good", "killed", "empty", "before")]
     runs[-1].path.write_text("before")
     failed = run_all(runs, 2)
     assert {str(run): why for run, why in failed.items()} == {
-        "told": "told: error: there is no data",
+        "refused": "refused: error: there is no data",
         "broken": "ZeroDivisionError: a bug",
         "killed": "ended by SIGKILL (out of memory?)",
         "empty": "exit status 0",

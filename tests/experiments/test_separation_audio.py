@@ -103,4 +103,4 @@ def test_without_recordings_a_chirp_is_fitted_and_the_report_says_so(monkeypatch
     monkeypatch.setattr(audio, "RATE", 400)
     results = {unit: audio.measure(TINY, unit) for unit in audio.units(TINY)}
     assert [unit.task for unit in results] == ["chirp-plain", "chirp-fourier"]
-    assert "chirp (drawn)" in audio.section(TINY, results).text
+    assert "chirp (drawn)" in audio.section(TINY, results).notes[0]

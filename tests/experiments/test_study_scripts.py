@@ -102,7 +102,7 @@ def test_kill_9_and_resume_end_in_the_same_bits(whole, study, tmp_path):
     assert [(tmp_path / name / "result.json").exists() for name in RUNS] == [True, False]
     status, printed, errors = study("--resume")
     assert status == 0, errors
-    assert "deq-jfb: going on after epoch 1" in printed
+    assert "deq-jfb: continues after epoch 1" in printed
     assert_same(outcome(tmp_path), outcome(whole[0]))
 
 

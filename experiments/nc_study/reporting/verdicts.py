@@ -157,17 +157,15 @@ def verdicts(group: Group | None, claims: Sequence[Claim]) -> list[Judgement]:
 
 
 def conclusions(found: Mapping[str, str]) -> list[str]:
-    """The protocol's two conclusions, from the verdict on each claim by its name."""
+    """The protocol's two conclusions, from the verdict on each claim by its name. The three controls are the explicit
+    network, the cell evaluated once, and the explicit block with its normalisation."""
     held = {name for name, verdict in found.items() if verdict == SUPPORTED}
-    than = "than the explicit network, the cell evaluated once and the explicit block with its normalisation"
-    better = f"That the DEQ with the implicit gradient classifies long-tailed images better {than} is not shown."
+    better = "The DEQ with the implicit gradient classifies long-tailed images better than all three controls"
     if {"A1", "A4", "A5"} <= held:
-        better = (
-            f"The DEQ with the implicit gradient classifies long-tailed images better {than}: the equilibrium does it."
-        )
+        better = f"{better}: the equilibrium does it."
     elif "A1" in held and {found["A4"], found["A5"]} <= {EQUAL, CONTRADICTED}:
-        better = (
-            "The normalised ending makes long-tailed classification better; that the equilibrium does is not shown."
-        )
+        better = "The normalised ending improves long-tailed classification. It is not shown that the equilibrium does."
+    else:
+        better = f"It is not shown that {better[0].lower()}{better[1:]}."
     nearer = "brings" if {"N1", "N3", "N4"} <= held else "is not shown to bring"
-    return [better, f"Its equilibrium {nearer} the features nearer to the ETF than all three of them have theirs."]
+    return [better, f"Its equilibrium {nearer} the features nearer to the ETF than all three controls do."]
