@@ -81,7 +81,7 @@ def prepare(settings: Settings) -> None:
 def announce(settings: Settings, source: Source, obstacle: str) -> None:
     """Print a line for preset, processes, data and kernel, with the reason if one differs from the request."""
     networks = f"width {settings.width}, {settings.epochs} epochs, learning rate {settings.lr:g}"
-    print(f"process {os.getpid()}: kill ends it (a finished epoch is kept), kill -STOP pauses it, kill -CONT continues it")
+    print(f"process {os.getpid()}: kill ends it (finished epochs are kept), kill -STOP pauses it, kill -CONT continues")
     print(f"preset: {settings.preset} on {settings.device} ({networks})")
     if (processes := distributed.world_size()) > 1:
         alone = "" if settings.device == "cuda" else ", each with batch statistics of its own"

@@ -185,7 +185,7 @@ def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
             axis.semilogy(frequencies, power, label=name.removesuffix(".wav"), **look)
         axis.set(title=task, xlabel="Hz", ylabel="power density", ylim=(RESOLUTION, None))
     style.legend(figure)
-    return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Power density by Welch's method, for seed 0.", figure)
+    return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Power density by Welch's method, seed 0.", figure)
 
 
 AUDIO = of_module(

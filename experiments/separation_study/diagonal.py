@@ -315,7 +315,7 @@ def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
     axis.set(xscale="log", xlabel="β(0)", ylabel="participation ratio of the limit")
     style.decimal(axis.xaxis)
     style.legend(figure)
-    caption = "Density of the limit against the initialisation: means over problems and seeds, with standard deviations. "
+    caption = "Density of the limit against the initialisation: means and deviations over problems and seeds. "
     caption += "The points of one β(0) are drawn next to one another."
     return Picture("diagonal", "Bias and initialisation", DERIVED, caption, figure)
 

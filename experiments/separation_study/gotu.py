@@ -285,7 +285,7 @@ def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:
             reason="deterministic; holds only if it holds for every β(0)",
         ),
         exact(
-            claim="The same, each from its usual start: β(0) = 1 (w = 0) for the DEQ, 1e-4 (small weights) for the network",
+            claim="The same, each from its usual start: DEQ β(0) = 1 (w = 0), network β(0) = 1e-4 (small weights)",
             verdict=HOLDS if usual["DEQ"] < usual["diagonal network"] else FAILS,
             numbers=f"{usual['DEQ']:.3f} and {usual['diagonal network']:.3f}",
             reason="deterministic; the start makes the difference, not the architecture",

@@ -207,7 +207,9 @@ def _broader(claim: str, deq: dict[int, Arm], control: dict[int, Arm]) -> Compar
 
     survives = np.mean([arm.values["rank correlation"] or 0 for arm in deq.values()]) > SURVIVES
     held = differences("half")
-    reason = f"difference in bits of entropy; in positions that contain half: {np.mean(held) if held else math.nan:+.2f}"
+    reason = (
+        f"difference in bits of entropy; in positions with half of a map: {np.mean(held) if held else math.nan:+.2f}"
+    )
     reason += "; the DEQ's maps correlate with those of random weights" if survives else ""
     accuracy = float(np.mean([arm.values["accuracy"] for arm in (*deq.values(), *control.values())]))
     positions = len(next(iter(deq.values())).maps[0])

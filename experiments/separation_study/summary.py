@@ -58,7 +58,7 @@ def networks_table(
             row: Row = {"task": task, "network": networks[0].name, "parameters": networks[0].parameters}
             row["FLOPs a step"] = f"{flops:.0f}" if flops else "–"
             rows.append(row | {name: spread(map(value, networks)) for name, value in columns.items()})
-    return Table(title, source, rows, "Medians over seeds, with ranges. The FLOPs of a DEQ are the largest of its seeds.")
+    return Table(title, source, rows, "Medians and ranges over seeds. The FLOPs of a DEQ are the largest of its seeds.")
 
 
 def curves(

@@ -105,6 +105,15 @@ def test_of_several_runs_on_a_gpu_the_newest_is_shown_and_all_are_judged():
     assert judgement == "missed in 1 of 2 runs"
 
 
+def test_a_race_of_several_runs_has_medians_and_is_reached_in_all_of_them():
+    row = {"section": "residual", "case": "digits", "provider": "a", "tol": 1e-3, "reached": True}
+    runs = [
+        record([row | {"ms": ms, "gain": ms / 2}, row | {"tol": 1e-5, "reached": ms < 9}]) for ms in (1.0, 9.0, 3.0)
+    ]
+    loose, tight = report.raced(report.Results(runs))
+    assert (loose["ms"], loose["gain"], loose["reached"], tight["reached"]) == (3.0, 1.5, True, False)
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A checkout with the committed records, whose tables and figures are not yet made."""
