@@ -37,7 +37,7 @@ from torch import Tensor
 import deqfast
 
 from .frame import Example, Outcome, Record, Run, descend
-from .sudoku import PHANTOM, Block, Equilibrium, State, Sudoku, drawn, loss_of, percent, solved
+from .sudoku import PHANTOM, Block, Equilibrium, State, SudokuOptions, drawn, loss_of, percent, solved
 from .sudoku_puzzles import encode, generate, tensors
 
 ARMS = ("carry", "all-steps")
@@ -47,8 +47,8 @@ PART, ROWS = 8, 32  # evaluations between two refills, and rows of a batch, when
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looped(Sudoku):
-    """Options of the model; --starts does nothing."""
+class Looped(SudokuOptions):
+    """Options of the model."""
 
     all_arms = ARMS
 

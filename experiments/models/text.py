@@ -284,17 +284,22 @@ def write(model: Language, prompt: Tensor, options: Text) -> tuple[float, float]
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Losses, evaluations in training, residuals of every character of a passage, and evaluations by character."""
+    """Losses, evaluations in training, residuals of every character of a passage, and evaluations by character.
+
+    A line is the mean over the seeds, its band their range.
+    """
     figure = style.page(6.6)
     axes = figure.subplot_mosaic([["loss", "used"], ["passage"] * 2, ["needed"] * 2], height_ratios=(3, 3, 2))
-    for record in records:
-        look = style.look(record.arm) | {"marker": "", "label": record.arm}
-        losses = {step: loss for step, loss in enumerate(record.shown["validation"], 1) if loss is not None}
-        axes["loss"].plot([*losses], [*losses.values()], **look)
-        if used := record.shown.get("evaluations"):
-            size = math.ceil(len(used) / 100)
-            means = {k + size // 2: fmean(used[k : k + size]) for k in range(0, len(used), size)}
-            axes["used"].plot([*means], [*means.values()], **look)
+    for arm in dict.fromkeys(record.arm for record in records):
+        runs = [record.shown for record in records if record.arm == arm]
+        look = style.look(arm) | {"marker": "", "label": arm}
+        steps = [step for step, loss in enumerate(runs[0]["validation"]) if loss is not None]
+        style.band(axes["loss"], steps, [[run["validation"][step] for step in steps] for run in runs], **look)
+        if "evaluations" in runs[0]:
+            size = math.ceil(len(runs[0]["evaluations"]) / 100)
+            starts = range(0, len(runs[0]["evaluations"]), size)
+            means = [[fmean(run["evaluations"][k : k + size]) for k in starts] for run in runs]
+            style.band(axes["used"], [k + size // 2 for k in starts], means, **look)
     axes["loss"].set(xlabel="step", ylabel="nats per character", title="loss on validation text")
     axes["used"].set(xlabel="step", ylabel="evaluations", title="solves of the DEQ in training")
     if shown := next((record.shown for record in records if record.arm == "deq"), None):

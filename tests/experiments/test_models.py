@@ -26,7 +26,7 @@ GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
 FLIPFLOP = flipflop.FlipFlop(bits=1, width=4, steps=3, batch_size=2, length=5, starts=6, descents=3)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
 LOOPED = looped_text.LoopedText(budget=40, batch=2, context=16, width=16, heads=2)
-SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "starts": 2, "width": 4, "batch_size": 2}
+SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "width": 4, "batch_size": 2}
 SCF = scf.Scf(molecules=3, chains=2, atoms=8, evaluations=40, repeats=1)
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
 SCRIPTS = {  # with small options, a score and its range, and a score that only solves have
@@ -43,7 +43,12 @@ SCRIPTS = {  # with small options, a score and its range, and a score that only 
     "looped_text": (looped_text, LOOPED, ("loss, test", 2, 5), "evaluations, training"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
     "scf": (scf, SCF, ("molecules: evaluations", 1, 40), "molecules: converged, %"),
-    "sudoku": (sudoku, sudoku.Sudoku(size="4", **SUDOKU), ("boards, any start, %", 0, 100), "evaluations a solve"),
+    "sudoku": (
+        sudoku,
+        sudoku.Sudoku(size="4", starts=2, **SUDOKU),
+        ("boards, any start, %", 0, 100),
+        "evaluations a solve",
+    ),
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
 }
 
