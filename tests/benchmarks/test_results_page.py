@@ -161,7 +161,7 @@ def test_check_fails_until_all_is_written_and_once_the_data_change(root):
     assert check([]) == check() == ""
     text = (root / "README.md").read_text()
     assert "| Picard | " in text and text.endswith("<!-- end of numbers -->\n\nafter\n")
-    for name, outdated in (("suite_cpu_2", "RESULTS.md"), ("residual_cpu", "time_to_residual.png")):
+    for name, outdated in (("training_step_cpu", "RESULTS.md"), ("residual_cpu", "time_to_residual.png")):
         path = root / "benchmarks" / "results" / f"{name}.json"
         data = json.loads(path.read_text())
         path.write_text(json.dumps(data | {"rows": data["rows"][:-1]}))
@@ -192,7 +192,7 @@ def test_numbers_in_sentences_are_guarded(sentence, wrong):
     [
         ("benchmarks/results/odd.json", "{", "odd.json: no record: "),
         ("benchmarks/results/odd.json", '{"rows": []}', "odd.json: no record: .*machine"),
-        ("benchmarks/results/training_step_cpu.json", None, "no record .* has rows of section 'training step"),
+        ("benchmarks/results/rivals_cpu.json", None, "no record .* has rows of section 'rivals"),
         ("README.md", "<!-- numbers: solves -->\n", "README.md: <!-- numbers: solves .*needs an .*"),
         ("README.md", "<!-- numbers: a -->\n<!-- end of numbers -->\n", "README.md: .* one of the names targets, "),
     ],
