@@ -143,7 +143,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         "The diagonal DEQ has coefficients of two signs, which start equal and cancel. With one sign all its features "
         "would start at 1, and so be dense before training.",
     )
-    note = "Medians over seeds, with ranges. Above a tenth: the share of features above a tenth of the largest."
+    note = "Medians and ranges over seeds. Above a tenth: the share of features above a tenth of the largest."
     return Section(notes, claims, [Table("Density of the features", RECONSTRUCTION, rows, note)], [_picture(found)])
 
 

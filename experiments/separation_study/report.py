@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nc_study.reporting.document import render, to_html
+from nc_study.reporting.document import narrow, render, to_html
 from runs.files import prepare_out, write_atomically
 from runs.style import png
 
@@ -24,9 +25,8 @@ def write(experiments: Iterable[Experiment], preset: str, folder: Path, keep: bo
     prepare_out(folder / "figures")
     before = _sections((folder / "report.md").read_text()) if keep else {}
     parts = [part for experiment in experiments if (part := _part(experiment, preset, folder))]
-    text = render(
-        Path(__file__).with_name("separation.md"), title=TITLE, preset=preset, sources=SOURCES.items(), parts=parts
-    )
+    template, shown = Path(__file__).with_name("separation.md"), {"title": TITLE, "preset": preset}
+    text = narrow(render(template, sources=SOURCES.items(), parts=parts, **shown))
     if before:
         made = _sections(text)
         text = made.pop("") + "".join(part for title, part in {**before, **made}.items() if title)
@@ -52,12 +52,15 @@ def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] |
     section = experiment.section(experiment.sizes[preset], results)
     for picture in section.pictures:
         write_atomically(folder / "figures" / f"{picture.name}.png", png(picture.figure))
-    last = max(records.values(), key=lambda record: record.finished)
+    last = max(one.finished for one in records.values())
+    kinds = Counter((one.versions["torch"], one.machine.cpu, one.commit[:7]) for one in records.values())
+    origins = "; ".join(
+        f"{n} with torch {torch} on {cpu} at commit {commit}" for (torch, cpu, commit), n in kinds.items()
+    )
     return {
         **vars(section),
         "title": experiment.title,
         "verdicts": list(map(vars, section.claims)),
         "missing": [str(job) for job in jobs if not job.finished],
-        "provenance": f"{len(records)} of {len(jobs)} units; torch {last.versions['torch']}, {last.machine.cpu}; "
-        f"commit {last.commit}, {last.finished}",
+        "provenance": f"{len(records)} of {len(jobs)} units: {origins}; finished {last}",
     }

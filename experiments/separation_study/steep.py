@@ -152,7 +152,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     judge = (_weights, _bounded)
     claims = [existence, *compare([one(d, found) for one in judge for d, found in dimensions.items()])]
     notes = (
-        f"The DEQ has {WIDTH} ReLU units, the FNNs at most its parameters.",
+        f"The DEQ has {WIDTH} ReLU units, the FNNs at most its parameters, in float64.",
         sizes.course.note,
         "The MSE is the mean squared error under uniform x, in units of the zero function's error, which is about δ. A "
         "network at 1 has learnt nothing. The loss is under the task's own sampling, in units of the zero function's.",
