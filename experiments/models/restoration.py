@@ -272,7 +272,7 @@ def deepinv_model(step: Step, known: Measurement, options: Restoration) -> tuple
 
 def draw(records: Sequence[Record]) -> Figure:
     """A part of an image by every arm, and the residuals of the solves."""
-    first = {record.arm: record for record in reversed(records)}
+    first = {arm: next(one for one in records if one.arm == arm) for arm in dict.fromkeys(one.arm for one in records)}
     any_one = next(iter(first.values())).shown
     figure = style.page(4.4)
     above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
