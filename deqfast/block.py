@@ -82,7 +82,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
-        sync_every: iterations between looks at whether all samples are done, see ``solve``.
+        sync_every: iterations between checks whether all samples are done, see ``solve``.
         drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
             samples independently.
         cuda_graph: capture the forward solve in CUDA graphs, one per `sync_every` iterations, and replay them. True,
@@ -241,7 +241,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def trajectory(
         self, x: Any, at: Sequence[int], z0: Any = None, groups: Groups | Tensor | str | None = None
     ) -> list[Any]:
-        """Solve once for x, and return z* and earlier states, each with a gradient: for a loss of several states.
+        """Solve once for x; return z* and earlier states, each with a gradient, for a loss on several states.
 
         This runs the eager loop, without `drop_converged`, `cuda_graph`, `compile` and the cell's own ``fixed_point``.
         The gradient of each state costs as much as at z*. Source: fixed-point correction, Bai et al., CVPR 2022.

@@ -19,10 +19,10 @@ from .torch_internals import pytree
 class Carry:
     """Batch that is kept across steps: its states, its data, and the age of each sample.
 
-    A step solves on from ``z`` and calls ``advance``. This replaces each finished sample by a new one, which starts at
-    its initial state. The others keep their state, without gradient. So a step of few evaluations serves samples that
-    need many, and no sample waits for the slowest one. Source: the carry of TRM (Jolicoeur-Martineau, 2025, "Less is
-    more: recursive reasoning with tiny networks"), the continuous batching of language models.
+    A step continues the solves from ``z`` and calls ``advance``. A new sample then replaces each finished one, and
+    starts at its initial state. The others keep their state, without gradient. A step of few evaluations thus serves
+    samples that need many, and no sample waits for the slowest one. Sources: the carry of TRM (Jolicoeur-Martineau,
+    2025, "Less is more: recursive reasoning with tiny networks"), and the continuous batching of language models.
 
     Args:
         init: a ``DEQBlock``, whose start for the new data is their state; or a function data -> z0. The block's x is

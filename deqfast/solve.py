@@ -66,8 +66,8 @@ def solve(
             k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are, STOPPED. It sees
             all samples; those that `drop_converged` leaves out have z as their value. Only samples that run and have
             not converged can be ended. Nothing waits for the device. It may keep z, and must not write to f(z).
-        sync_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
-            the host reads the count of the look before, so that it never waits for the step it has just queued.
+        sync_every: iterations between checks whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
+            the host reads the count of the check before, so that it never waits for the step it has just queued.
         drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
             called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.

@@ -52,7 +52,7 @@ class Plan:
         scale: sizes of the tensors of the state, if given.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
         kernel: name of the kernels of all solves, forward and backward.
-        sync_every: iterations between looks at whether all samples are done, forward and backward.
+        sync_every: iterations between checks whether all samples are done, forward and backward.
         drop_converged: give the cell only the rows of running samples.
         graphs: if given, these capture the forward solve and replay it.
         compiled: if given, its code runs the forward solve.

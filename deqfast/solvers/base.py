@@ -174,7 +174,7 @@ class Solver(ChecksKeywords):
 
     @property
     def patience(self) -> int:
-        """Evaluations between two looks at whether to ``resume`` samples; 0: there are none."""
+        """Evaluations between two checks whether to ``resume`` samples; 0: it never resumes any."""
         return 0
 
     def resume(self, state: State, k: int, max_iter: int) -> int:
