@@ -426,20 +426,17 @@ def blocks(results: Results) -> dict[str, list[str]]:
 def facts(results: Results) -> dict[str, str]:
     """Numbers that sentences may quote: every entry of every table, the options' gains, counts of targets."""
     found = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
-    found |= {f"layers.all.{key}": text for key, text in ranges_of_layers(results).items()}
+    found["layers.all.over-the-cell-once"] = costs(results)
     found |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
     counts = Counter(row["state"].partition(" in ")[0] for row in targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
     return found | {"targets.all": str(counts.total())}
 
 
-def ranges_of_layers(results: Results) -> dict[str, str]:
-    """Least and largest gain over torchdeq of the layers, and least and largest time in units of the cell once."""
-    gains, costs = [], []
-    for runs in results.cases("training").values():
-        gains.append(median(row["gains"][PEER] for row in runs[OURS]))
-        costs.append(median(values(runs, OURS, "ms_min")) / median(values(runs, "explicit", "ms_min")))
-    return {"gain-over-torchdeq": span(gains), "over-the-cell-once": span(costs)}
+def costs(results: Results) -> str:
+    """Least and largest time of the layers, in units of the cell once."""
+    cases = results.cases("training").values()
+    return span([median(values(runs, OURS, "ms_min")) / median(values(runs, "explicit", "ms_min")) for runs in cases])
 
 
 def calls(results: Results) -> dict[str, str]:
