@@ -244,8 +244,12 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     if holdouts:
         claims += _holdout_claims(holdouts)
         shown: Rows = [
-            {"network": one.rule, "β(0)": f"{one.initial:g}"}
-            | {"predicted": f"{one.predicted:.4g}", "by descent": f"{one.measured:.4g}"}
+            {
+                "network": one.rule,
+                "β(0)": f"{one.initial:g}",
+                "predicted": f"{one.predicted:.4g}",
+                "by descent": f"{one.measured:.4g}",
+            }
             for one in holdouts
         ]
         least = f"For β(0) → 0 it tends to {4 * HELD**2:g}, the error of the minimum-degree interpolator."

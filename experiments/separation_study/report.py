@@ -53,7 +53,7 @@ def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] |
     for picture in section.pictures:
         write_atomically(folder / "figures" / f"{picture.name}.png", png(picture.figure))
     last = max(one.finished for one in records.values())
-    kinds = Counter((one.versions["torch"], one.machine.cpu, one.commit[:7]) for one in records.values())
+    kinds = Counter((one.versions["torch"], one.machine.cpu, str(one.commit)[:7]) for one in records.values())
     origins = "; ".join(
         f"{n} with torch {torch} on {cpu} at commit {commit}" for (torch, cpu, commit), n in kinds.items()
     )
