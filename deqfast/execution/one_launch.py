@@ -160,7 +160,7 @@ def fc_fixed_point(
             it fits into the GPU's shared memory. "torch" makes all of max_iter iterations.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or z0 is not finite; named, with what is allowed.
+        TypeError, ValueError: an argument is not as above, or z0 is not finite. The text names it, and what is allowed.
         RuntimeError: `kernel` was chosen by name and cannot run (triton: ValueError); a tensor belongs to torch.func or
             forward-mode AD.
 
