@@ -57,9 +57,9 @@ _MESSAGES = {
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
     Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
-    Status.STOPPED: "The rule `stop_fn` ended the solve; the iterate that it saw is returned.",
+    Status.STOPPED: "The rule `stop_fn` ended the solve; the iterate that it was given is returned.",
     Status.MAX_ITER: "The evaluations of f ran out before the tolerance was met; the best iterate is returned.",
-    Status.ESCAPED: "The iterates ran away: the residual is small only next to them; the best iterate is returned.",
+    Status.ESCAPED: "The iterates ran away: the residual is small only relative to them; the best iterate is returned.",
 }
 
 

@@ -134,8 +134,8 @@ class _Attach(torch.autograd.Function):
             pulled, past = _pulled(ctx.rule, full), [None] * (len(ctx.needs_input_grad) - 4 - 2 * ctx.count)
         elif ctx.hides:
             raise RuntimeError(
-                f"deqfast: create_graph=True through {ctx.rule.name} of a cell that holds a tensor computed outside of "
-                "it, whose part in second derivatives would be lost: give it to the block in x"
+                f"deqfast: create_graph=True through {ctx.rule.name} would lose a part of second derivatives, "
+                "because the cell holds a tensor computed outside of it: give it to the block in x"
             )
         else:
             pulled, past = ctx.rule.pull_with_graph(full, ctx.saved_tensors)

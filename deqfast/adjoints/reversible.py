@@ -70,7 +70,7 @@ class Reversible(Iterated):
 
     def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
         if shards_weights(plan.cell):
-            raise RuntimeError("deqfast: Reversible takes no cell that fully_shard has cut: let it cut the block")
+            raise RuntimeError("deqfast: Reversible does not support a cell sharded by fully_shard: shard the block")
         steps = self.steps or max(1, plan.solver.max_iter // 2)
         run = _Run(plan.cell, self.relaxation, steps, detached(z), x, plan.groups)
         judge = Judge(packing, plan.solver)
