@@ -24,6 +24,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -124,9 +125,6 @@ class Results:
         return found or sys.exit(
             f"no record under benchmarks/results has rows of section {section!r}: measure it first"
         )
-
-    def rows(self, section: str) -> list[Row]:
-        return [row for record in self.of(section) for row in record.rows]
 
     def cases(self, section: str) -> dict[str, Runs]:
         """Rows of each case, from the records with its most threads."""
@@ -266,17 +264,15 @@ def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
 
 
 def raced(results: Results) -> list[Row]:
-    """Row of each problem, solver and tolerance: of several runs the medians, and reached only if every run did."""
+    """Row of each problem, solver and tolerance: the medians of the time and the gain over the runs, and whether every
+    run reached the tolerance."""
     kinds: dict[tuple[str, str, float], list[Row]] = {}
-    for row in results.rows("residual"):
-        kinds.setdefault((row["case"], row["provider"], row["tol"]), []).append(row)
+    for solvers in results.cases("residual").values():
+        for row in chain(*solvers.values()):
+            kinds.setdefault((row["case"], row["provider"], row["tol"]), []).append(row)
     return [
         runs[0]
-        | {
-            column: median(found)
-            for column in ("ms", "gain")
-            if (found := [run[column] for run in runs if column in run])
-        }
+        | {name: median(found) for name in ("ms", "gain") if (found := [run[name] for run in runs if name in run])}
         | {"reached": all(run["reached"] for run in runs)}
         for runs in kinds.values()
     ]
@@ -430,9 +426,25 @@ def blocks(results: Results) -> dict[str, list[str]]:
 def facts(results: Results) -> dict[str, str]:
     """Numbers that sentences may quote: every entry of every table, the options' gains, counts of targets."""
     found = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
+    found["layers.all.over-the-cell-once"] = costs(results)
+    found |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
     counts = Counter(row["state"].partition(" in ")[0] for row in targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
     return found | {"targets.all": str(counts.total())}
+
+
+def costs(results: Results) -> str:
+    """Least and largest time of the layers, in units of the cell once."""
+    cases = results.cases("training").values()
+    return span([median(values(runs, OURS, "ms_min")) / median(values(runs, "explicit", "ms_min")) for runs in cases])
+
+
+def calls(results: Results) -> dict[str, str]:
+    """Least and largest share of torchdeq's time that a call of ``get_deq``'s layer takes, by solver."""
+    shares: dict[str, list[float]] = {}
+    for name, runs in results.cases("calls").items():
+        shares.setdefault(name.partition("-")[0], []).extend(1 / row["gains"][PEER] for row in runs["get_deq"])
+    return {method: span(found, digits) for method, found in shares.items()}
 
 
 METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anderson", "broyden": "Broyden"}  # as shown

@@ -87,11 +87,17 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
 
 
 def command(words: list[str]) -> str:
-    """Command as typed, from the interpreter's arguments; a script installed next to the interpreter by its name."""
+    """Command as typed, from the interpreter's arguments; a script installed next to the interpreter by its name.
+
+    What limits the threads comes first: OMP_NUM_THREADS, and taskset if the process may not use all cores.
+    """
     interpreter, *given = words
+    threads, cores = os.environ.get("OMP_NUM_THREADS"), sorted(os.sched_getaffinity(0))
+    limits = [f"OMP_NUM_THREADS={threads}"] if threads else []
+    limits += ["taskset", "-c", ",".join(map(str, cores))] if len(cores) < (os.cpu_count() or 1) else []
     if given and os.path.dirname(os.path.abspath(given[0])) == os.path.dirname(interpreter):
-        return shlex.join([os.path.basename(given[0]), *given[1:]])
-    return shlex.join(["python", *given])
+        return shlex.join([*limits, os.path.basename(given[0]), *given[1:]])
+    return shlex.join([*limits, "python", *given])
 
 
 def read_record(path: Path) -> dict[str, Any]:

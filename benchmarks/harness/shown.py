@@ -70,6 +70,8 @@ OPTIONS = {
     "compile-implicit-2048x256.compile": "the same, `compile=True`",
     "compile-anderson-1x64.eager": "gated cell 1 × 64, prediction",
     "compile-anderson-1x64.compile": "the same, `compile=True`",
+    "compile-implicit-1x64.eager": "gated cell 1 × 64, exact gradient",
+    "compile-implicit-1x64.compile": "the same, `compile=True`",
 }
 DIGITS = {
     "digits-halt.tol-1e-3": "solver with rtol 1e-3",

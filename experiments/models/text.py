@@ -294,7 +294,8 @@ def draw(records: Sequence[Record]) -> Figure:
         runs = [record.shown for record in records if record.arm == arm]
         look = style.look(arm) | {"marker": "", "label": arm}
         steps = [step for step, loss in enumerate(runs[0]["validation"]) if loss is not None]
-        style.band(axes["loss"], steps, [[run["validation"][step] for step in steps] for run in runs], **look)
+        losses = [[run["validation"][step] for step in steps] for run in runs]
+        style.band(axes["loss"], [step + 1 for step in steps], losses, **look)
         if "evaluations" in runs[0]:
             size = math.ceil(len(runs[0]["evaluations"]) / 100)
             starts = range(0, len(runs[0]["evaluations"]), size)

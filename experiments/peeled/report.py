@@ -29,7 +29,7 @@ def markdown(result: Part) -> str:
         layers=_layers(result["balanced"]["layers"]),
         local=local_minima(result),
         etf=backbone_etf(result["claims"]),
-        summary=", ".join(f"{counts[verdict]} {verdict}" for verdict in SHORT),
+        summary=", ".join(f"{counts[verdict]} {short.strip('*')}" for verdict, short in SHORT.items()),
         verdicts=_verdicts(result["claims"]),
         zero=ZERO,
         same=SAME,

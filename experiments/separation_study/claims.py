@@ -21,7 +21,7 @@ class Claim:
     verdict: str
     numbers: str
     seeds: int
-    task: str  # one of frame.SOURCES: the origin of the task it was judged on
+    source: str  # one of frame.SOURCES: of the task that it was judged on
     reason: str
 
 

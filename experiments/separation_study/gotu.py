@@ -227,6 +227,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         "or x1 = 1. Canonical hold-out: a linear function, seen if x_k = 1.",
         "The diagonal DEQ has inputs (x, -x) and a bias. The FNN has at most the DEQ's parameters. The minimum-degree "
         "interpolator is the polynomial of least degree that fits the seen part.",
+        "Training and validation samples are of the seen part.",
         sizes.course.note,
         "The hold-out was trained by gradient descent, because its prediction is for gradient flow.",
     )
@@ -270,7 +271,7 @@ def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:
     lower = [one.predicted < other.predicted for one, other in zip(deq, network, strict=True)]
     usual = {rule.name: predicted_error(rule, USUAL[rule.name]) for rule in RULES if rule.name in USUAL}
     starts = ", ".join(f"{one.initial:g}" for one, below in zip(deq, lower, strict=True) if below)
-    exact = partial(Claim, seeds=1, task=DERIVED)
+    exact = partial(Claim, seeds=1, source=DERIVED)
     return [
         exact(
             claim="Canonical hold-out: descent ends at the predicted 4 (c_k - β_k)²",

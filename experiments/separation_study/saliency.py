@@ -190,9 +190,9 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         "A map has 4 x 4 positions. A uniform map has an entropy of 4 bits, and half of it is in 8 positions. Nothing "
         "finer can be seen.",
         "Arms end differently: explicit with a ReLU, the others with a GroupNorm. The fairer controls are therefore "
-        "once, which is the cell evaluated once, and explicit-norm.",
+        "once, which is the cell evaluated once, and explicit-norm, if they were measured.",
         "Random: maps with random weights in the last block and the classifier, for the same images and classes. If "
-        f"an arm's maps have a rank correlation above {SURVIVES:g} with these, they show nothing that was learnt.",
+        f"an arm's maps have a rank correlation above {SURVIVES:g} with these, they show little that was learnt there.",
     )
     note = "Means and standard deviations over seeds. Empty maps have no entropy. They are counted and left out."
     tables = [Table("Breadth of Grad-CAM's maps", RECONSTRUCTION, rows, note)]

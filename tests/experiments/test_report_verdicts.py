@@ -170,7 +170,10 @@ def test_differences_are_shown_with_their_interval():
 def test_the_conclusions_are_the_protocols():
     names = [claim.name for claim in CLAIMS]
     everything, nothing = dict.fromkeys(names, SUPPORTED), dict.fromkeys(names, OPEN)
-    said = ["The DEQ with the implicit gradient classifies long-tailed images better than", "Its equilibrium brings"]
+    said = [
+        "The DEQ with the implicit gradient classifies long-tailed images better than",
+        "The DEQ's equilibrium brings",
+    ]
     assert [one[: len(start)] for one, start in zip(conclusions(everything), said, strict=True)] == said
     assert "not shown" in conclusions({**everything, "A4": OPEN, "A5": OPEN})[0], "what is open shows nothing"
     assert "not shown" in conclusions({**everything, "A4": EQUAL})[0], "one control by itself decides neither way"

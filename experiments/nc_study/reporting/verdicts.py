@@ -168,4 +168,4 @@ def conclusions(found: Mapping[str, str]) -> list[str]:
     else:
         better = f"It is not shown that {better[0].lower()}{better[1:]}."
     nearer = "brings" if {"N1", "N3", "N4"} <= held else "is not shown to bring"
-    return [better, f"Its equilibrium {nearer} the features nearer to the ETF than all three controls do."]
+    return [better, f"The DEQ's equilibrium {nearer} the features nearer to the ETF than all three controls do."]
