@@ -25,7 +25,7 @@ HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that
 
 
 class Changes:
-    """Check, once, whether a cell changes between calls.
+    """One check whether a cell changes between calls.
 
     Args:
         evaluates: evaluate the cell if none of its modules is known to change.

@@ -56,7 +56,7 @@ Kind = TypeVar("Kind")
 
 
 def nearest(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> list[str]:
-    """Return our names for what other libraries call `name`, else the name that resembles it most, if any."""
+    """Return deqfast's names for what other libraries call `name`, else the name that resembles it most, if any."""
     if not isinstance(name, str):
         return []
     lower = {each.lower(): each for each in names if isinstance(each, str)}

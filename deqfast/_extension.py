@@ -1,4 +1,4 @@
-"""Import of the compiled extensions, or the reason why one is absent. On a CPU, the one for its instruction set."""
+"""Import of the compiled extensions, or the reason why one is absent. The CPU's depends on its instruction set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._checkout import CHECKOUT
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a kernel can be used here; falsy if not, and then `reason` says why."""
+    """Availability of a kernel on this machine; falsy if it cannot be used, for the `reason` given."""
 
     available: bool
     reason: str = ""

@@ -1,4 +1,4 @@
-"""One warning about unconverged samples, without waiting for the device."""
+"""Warnings about unconverged samples, without waiting for the device."""
 
 from __future__ import annotations
 

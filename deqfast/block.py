@@ -47,7 +47,7 @@ def _callable_or_none(name: str, value: Any) -> Any:
     return value
 
 
-# Conversion of an option's value, in the constructor and in later assignments.
+# Checks and conversions of options, in the constructor and in assignments.
 _TAKEN: dict[str, Callable[[Any], Any]] = {
     "solver": as_solver,
     "eval_solver": lambda solver: None if solver is None else as_solver(solver),
@@ -58,12 +58,12 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
     "init": partial(_callable_or_none, "init"),
     "stop_fn": partial(_callable_or_none, "stop_fn"),
 }
-# Options that not all others can be combined with.
+# Options that cannot be combined with all others.
 _COMBINED = {"solver", "eval_solver", "adjoint", "sync_every", "drop_converged", "groups", "stop_fn", "scale", "trace"}
 
 
 class DEQBlock(ChecksKeywords, nn.Module):
-    """Deep equilibrium layer: z* = cell(z*, x), solved forward and differentiated through the answer.
+    """Deep equilibrium layer: solves z* = cell(z*, x), and differentiates z* in x and in the cell's parameters.
 
     The start z0 is the argument of the call, else `init(x)`, else ``cell.initial_state(x)``, else zeros like x. A cell
     may have further hooks, see ``CellHooks``.
@@ -75,18 +75,19 @@ class DEQBlock(ChecksKeywords, nn.Module):
         init: x -> z0; None: see above.
         groups: groups of calls that give none, see ``forward``.
         scale: the typical sizes of the tensors of z, see ``solve``.
-        per_sample: which tensors of x have one row per row of z: a tree like x of True and False. Those tensors lose
-            rows by `drop_converged`. In the gradient, a healthy row replaces each row whose sample broke down. None:
-            every dense tensor with as many rows as z, except parameters. A square matrix in an x of several leaves is
-            then never cut, and only its rows that are not finite are replaced.
+        per_sample: which tensors of x have one row per row of z: a tree like x of True and False. `drop_converged`
+            removes rows of these tensors. In the gradient, a healthy row replaces each row whose sample broke down.
+            None: every dense tensor with as many rows as z, except parameters. A square matrix in an x of several
+            leaves then keeps all its rows, and only those that are not finite are replaced.
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         sync_every: iterations between checks whether all samples are done, see ``solve``.
         drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
             samples independently.
-        cuda_graph: capture the forward solve in CUDA graphs, one per `sync_every` iterations, and replay them. True,
-            or "whole" for one graph in which the device ends the loop (torch 2.14.1 can). See ``execution.cuda_graph``.
+        cuda_graph: capture the forward solve in CUDA graphs, one per `sync_every` iterations, and replay them. True, or
+            "whole" for one graph, in which the device ends the loop (possible in torch 2.14.1). See
+            ``execution.cuda_graph``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
             solver and shape of a sample. This takes seconds at the first call. Not under torch.func. True, or
             "forward" for the forward solve only, if torch.compile cannot compile the cell's gradient.
@@ -94,7 +95,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
             and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
             warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
-            cell changes between calls: by its modules, else by three evaluations, which hooks and counters see.
+            cell changes between calls: by its modules, else by three evaluations, in which its hooks run.
 
     Attributes:
         solver, eval_solver, adjoint, kernel, sync_every, drop_converged, groups, stop_fn, init, scale, trace: as
@@ -199,8 +200,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
                 `per_sample`.
             z0: start of the iteration; None: see the class.
             return_solution: return the Solution too.
-            groups: for a cell that couples rows of z: the sample of each, or "batch", see ``solve``. ``Groups`` spare
-                repeated calls a wait for the device.
+            groups: for a cell that couples rows of z: the sample of each row, or "batch", see ``solve``. With
+                ``Groups``, repeated calls do not wait for the device.
 
         Returns:
             `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
@@ -209,8 +210,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         # Tested in this frame, which runs uncompiled if dynamo gives up. is_compiling() is true for other threads too.
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
-        # If dynamo once gives up a frame, such as this one within a transform, it gives it up for every block from then
-        # on, and would compile the solve in parts.
+        # Once dynamo has given up this frame, for example within a transform, it does so for every block. It would then
+        # compile the solve in parts.
         run = partial(untraced, self._run) if is_given_up() else self._run
         try:
             value, solution = run(x, z0, groups, return_solution)
@@ -249,13 +250,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
         Args:
             x: see ``forward``.
             at: ascending evaluations of the cell in this solve, counted from 1, so that 1 is z0. A sample that ends
-                earlier gives its value.
+                earlier has its z* there.
             z0: see ``forward``.
             groups: see ``forward``.
 
         Returns:
-            len(at) + 1 trees like z0: the states that the cell was given at these evaluations, then z*. Their gradients
-            are those of the block's adjoint, taken at each.
+            len(at) + 1 trees like z0: the states that the cell was given at these evaluations, then z*. The block's
+            adjoint gives the gradient of each.
 
         Raises:
             TypeError, ValueError: `at` is not as above. The adjoint is ``Unrolled`` or ``Reversible``, which run no

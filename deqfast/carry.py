@@ -25,24 +25,24 @@ class Carry:
     2025, "Less is more: recursive reasoning with tiny networks"), and the continuous batching of language models.
 
     Args:
-        init: a ``DEQBlock``, whose start for the new data is their state; or a function data -> z0. The block's x is
-            then the first entry of the data if these are a tuple or list, else all of them. A compiled or wrapped
-            block is refused: pass the block itself.
+        init: gives new samples their state: a ``DEQBlock``, by its start for x, or a function data -> z0. x is the
+            first entry of the data if these are a tuple or list, else all of them. A compiled or wrapped block is
+            refused: pass the block itself.
         batches: iterable of batches, trees of tensors (N, ...) with one row per sample, such as a DataLoader. N may
-            vary. Batches are copied, when their rows are needed. For endless epochs pass
+            vary. A batch is fetched and copied when its rows are needed. For endless epochs pass
             ``itertools.chain.from_iterable(itertools.repeat(loader))``.
-        size: samples kept, at least 1. At the end of `batches` finished samples leave without replacement, and the
-            batch becomes smaller; ``len(carry)`` is its present size.
+        size: samples kept, at least 1. After the last of `batches`, finished samples are not replaced, and
+            ``len(carry)`` decreases.
         device: where the data are kept; None: where the first batch is.
 
     Attributes:
         data: tree like a batch, of tensors (len(carry), ...).
         z: states of these samples, a tree of tensors without gradient: the z0 of the next call of the block.
-        age: (len(carry),) int64, steps since each sample came.
-        taken: samples taken from `batches` so far; 0 until one of the others is first used.
+        age: (len(carry),) int64, steps since each sample entered.
+        taken: samples taken from `batches` so far; 0 until another attribute is first used.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; of `batches` and `init`, also when they are used. Later
+        TypeError, ValueError: an argument is not as above; `batches` and `init` are also checked when used. Later
             batches or starts have another structure, shape or dtype than the first ones. The text names the argument.
 
     Examples:
@@ -100,7 +100,7 @@ class Carry:
 
     @cached_property
     def age(self) -> Tensor:
-        """Steps since each sample came."""
+        """Steps since each sample entered."""
         return torch.zeros(_count(self.z), dtype=torch.int64, device=pytree.tree_leaves(self.z)[0].device)
 
     def __len__(self) -> int:
@@ -179,13 +179,13 @@ class Carry:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict``, with the `batches` of this object.
 
-        To resume a run, make a new carry and load at once: it has taken nothing from its `batches`. These begin with
-        the first batch that the saved carry had not fetched. The tensors go to the devices of this carry's; if it has
-        not begun, to `device`.
+        To resume a run, load into a new carry before its first use. Its `batches` must begin with the first batch that
+        the saved carry had not fetched. The tensors go to the devices of this carry's tensors; if it has none yet, to
+        `device`.
 
         Raises:
-            TypeError, ValueError: the state is not of a carry, or has other data or states than this object. Then
-                nothing has changed.
+            TypeError, ValueError: the state is not of a carry, or has other data or states than this object. The carry
+                is then unchanged.
         """
         names, own = ["data", "z", "age", "rest", "taken"], vars(self)
         if not isinstance(state, dict) or sorted(state) != sorted(names):

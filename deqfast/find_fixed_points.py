@@ -17,14 +17,14 @@ from .torch_internals.autograd import vjp
 
 @dataclass(frozen=True)
 class FixedPoints:
-    """The distinct fixed points that N converged starts of ``find_fixed_points`` led to, all without gradient.
+    """N distinct fixed points, to which the converged starts of ``find_fixed_points`` led, all without gradient.
 
     Attributes:
         value: (N, ...) the points, ordered by their number of starts, the largest first.
-        starts: (N,) int64, the number of starts that led to each.
-        residual: (N,) the solver's residual at each, see ``Solution``.
-        eigenvalues: (N, D) complex, of the Jacobian of f at each with respect to its D numbers, largest modulus first;
-            None if they were not asked for.
+        starts: (N,) int64, the number of starts that led to each point.
+        residual: (N,) the solver's residual at each point, see ``Solution``.
+        eigenvalues: (N, D) complex, of the Jacobian of f at each point in its D numbers, largest modulus first; None if
+            they were not computed.
         solution: the ``Solution`` of all starts, the unconverged ones too.
 
     Examples:
@@ -54,7 +54,7 @@ class FixedPoints:
 
     @property
     def stable(self) -> Tensor:
-        """(N,) bool, whether all eigenvalues are inside of the unit circle, so that iterates of f nearby stay.
+        """(N,) bool, whether all eigenvalues are inside the unit circle, so that iterates that start nearby stay near.
 
         Raises:
             ValueError: eigenvalues were not asked for.
@@ -87,9 +87,9 @@ def find_fixed_points(
 
     Args:
         f: map of (B, ...) to the same shape, which treats each sample by itself.
-        starts: (B, ...) float64 or float32. In float64 the points are found to 1e-8, in float32 to 1e-5.
-        solver: as for ``solve``. None: ``Anderson`` of these relative tolerances and 1,000 evaluations. Its `atol` is
-            the same for a point near 0, relative to the mean length of the starts.
+        starts: (B, ...) float64 or float32. The relative tolerance is 1e-8 in float64, and 1e-5 in float32.
+        solver: as for ``solve``. None: ``Anderson`` with these relative tolerances and 1,000 evaluations. For points
+            near 0, its `atol` is the tolerance times the mean length of the starts.
         kernel: as for ``solve``.
         distance: two results are one point if they are nearer than this times the largest length of a result.
         eigenvalues: whether to compute them: D products with the Jacobian of all points, and memory for their D x D.

@@ -40,9 +40,10 @@ def fixed_point(
     return_solution: bool = False,
     **options: Any,
 ) -> Any:
-    """z* = f(z*, *args), differentiable in `args` and in the parameters of f.
+    """Fixed point z* = f(z*, *args), differentiable in `args` and in the parameters of f.
 
-    torch.compile runs it uncompiled between two graphs, so fullgraph=True refuses it; a ``DEQBlock`` is part of one.
+    torch.compile runs it uncompiled between two graphs, and refuses it with fullgraph=True. A ``DEQBlock`` is part of a
+    graph.
 
     Args:
         f: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
@@ -115,10 +116,10 @@ def root(
     return_solution: bool = False,
     **options: Any,
 ) -> Any:
-    """z* with g(z*, *args) = 0, differentiable in `args` and in the parameters of g.
+    """Root z* of g(z*, *args) = 0, differentiable in `args` and in the parameters of g.
 
     It is the fixed point of f(z) = z + sign g(z), whose residual f(z) - z is sign g(z). The right sign depends on g.
-    Plain iteration with sign 1 needs g to decrease along its own direction. Broyden and Anderson need it less.
+    Plain iteration needs the sign with which a step along it reduces |g|. Broyden and Anderson need it less.
 
     Args:
         g: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.

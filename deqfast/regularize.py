@@ -28,7 +28,7 @@ def jacobian_penalty(
     The estimate is unbiased. Its relative standard deviation is about sqrt(2 / (B D probes)) for a dense J. Source: Bai
     et al., ICML 2021, equation 7.
 
-    Samples at which the cell is not finite do not count, and get no gradient.
+    Samples for which the cell's value is not finite do not count, and get no gradient.
 
     Args:
         cell: the map (z, x) -> z.
@@ -72,11 +72,10 @@ def _probe(like: Tensor) -> Tensor:
 
 
 def internalisation(z0: Any, z: Any) -> Tensor:
-    """Mean over the samples of |z0 - z*|^2 / |z*|^2: a loss that draws a learned start z0(x) to the solve's answer.
+    """Mean over the samples of |z0 - z*|^2 / |z*|^2: a loss that trains a start z0(x) to be near z*.
 
-    In a small looped language model solves then took 9 to 20 % fewer evaluations. z* is a constant here. Source:
-    Fein-Ashley and Rashidinejad, arXiv 2605.12466, find that training brings z0 near z* without such a loss. They call
-    it equilibrium internalisation.
+    In a small looped language model solves then took 9 to 20 % fewer evaluations. z* gets no gradient. Source of the
+    name: Fein-Ashley and Rashidinejad, arXiv 2605.12466, whose training brings z0 near z* without such a loss.
 
     Args:
         z0: start that was given to the solve, with its graph: a tensor (B, ...) or a pytree of tensors.
@@ -114,14 +113,14 @@ def spectral_radius(
 
     Computed by power iteration with the transpose, which has the same eigenvalues. The radius is the growth of a
     vector's length over the second half of the iterations. Unlike a Rayleigh quotient, the growth also finds complex
-    pairs of eigenvalues. Below 1 plain iteration converges: the smaller, the faster.
+    pairs of eigenvalues. If it is below 1, plain iteration converges, the faster the smaller it is.
 
     Args:
         cell: the map (z, x) -> z, which must treat samples independently.
         z: as for ``jacobian_penalty``.
         x: as for ``jacobian_penalty``.
         iterations: products with the Jacobian, at least 2.
-        groups: for a cell that couples rows of z: the sample of each, see ``solve``.
+        groups: for a cell that couples rows of z: the sample of each row, see ``solve``.
 
     Returns:
         (B,) float64.

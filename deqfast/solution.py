@@ -15,14 +15,14 @@ from .torch_internals.transforms import values
 
 
 class Status(IntEnum):
-    """Ending of a sample's solve; `message` says it in a sentence.
+    """Outcome of a sample's solve; `message` says it in a sentence.
 
     Attributes:
         CONVERGED: the residual met the tolerance at a fixed point, see ``Solver``.
         NONFINITE: f returned NaN or infinity.
         STALLED: the residual reached the rounding floor of f, above the tolerance. Only if f computes in bfloat16,
             float16 or TF32, or the state has such a dtype.
-        INCONSISTENT: the residual met the tolerance in the solve, but not when f was called again at the answer for the
+        INCONSISTENT: the residual met the tolerance in the solve, but not when f was called again at z* for the
             gradient. Then f couples the samples, see `groups` of ``solve``, or changes between calls.
         STOPPED: the caller's rule `stop_fn` ended the solve of the sample.
         MAX_ITER: f was called max_iter times, and no iterate met the tolerance.
@@ -57,9 +57,9 @@ _MESSAGES = {
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
     Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
-    Status.STOPPED: "The rule `stop_fn` ended the solve; the iterate that it saw is returned.",
+    Status.STOPPED: "The rule `stop_fn` ended the solve; the iterate that it was given is returned.",
     Status.MAX_ITER: "The evaluations of f ran out before the tolerance was met; the best iterate is returned.",
-    Status.ESCAPED: "The iterates ran away: the residual is small only next to them; the best iterate is returned.",
+    Status.ESCAPED: "The iterates ran away: the residual is small only relative to them; the best iterate is returned.",
 }
 
 
@@ -79,14 +79,13 @@ class Solution:
             that at z0. For STOPPED, ``Unrolled`` and ``Reversible`` it is the last iterate.
         status: (B,) int8 of ``Status``.
         iterations: (B,) int32, the evaluations of f until the sample's status was set.
-        residual: (B,) the one of the next two that the solver judged by: residual_abs if its `rtol` is 0, else
-            residual_rel.
+        residual: (B,) what the solver judged by: residual_abs if its `rtol` is 0, else residual_rel.
         residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / rtol) at `value`, in the solver's norm. The denominator is
             |f(z)| if atol or rtol is 0. Infinite if f was never finite.
         residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
             of the divided state.
         evaluations: calls of f in the solve, without the gradient's.
-        sample_evaluations: samples in all these calls: evaluations * B, less with `drop_converged`.
+        sample_evaluations: samples in all these calls together: evaluations * B, fewer with `drop_converged`.
         trace: (evaluations, B) residual of the best iterate after every evaluation; None if it was not recorded.
         trace_rel: the trace of ``residual_rel``, or None.
         trace_abs: the trace of ``residual_abs``, or None.
@@ -119,7 +118,7 @@ class Solution:
 
     @functools.cached_property
     def counts(self) -> list[int] | None:
-        """Number of samples of each status, by its code; None unless on a CPU, as a look would wait for the device."""
+        """Number of samples of each status, by its code; None unless on a CPU, as reading them would wait."""
         return count_statuses(self.status) if self.status.device.type == "cpu" else None
 
     @property

@@ -43,10 +43,10 @@ def solve(
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
-    The state is float32 (float64 if any of z0 is). A sample that is done is frozen; the answer for a sample does not
-    depend on the others. Residuals are right at any scale that the dtype can represent. A step of Anderson or Broyden
-    leaves out pairs whose squares overflow or underflow (in float32, lengths outside 3e-16 to 2e19). If none remains,
-    it is the plain fixed-point step.
+    The state is float32, or float64 if any tensor of z0 is. A sample that is done is frozen, and its result does not
+    depend on the others. Residuals are right at any scale that the dtype can represent. Anderson and Broyden leave out
+    secant pairs whose squares overflow or underflow (in float32, lengths outside 3e-16 to 2e19). If no pair remains,
+    the step is the plain fixed-point step.
 
     Args:
         f: takes and returns the structure of z0; called under the caller's autocast state. Its argument is the solver's
@@ -57,17 +57,17 @@ def solve(
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         groups: for an f that couples rows of z, such as the nodes of a graph. (N,) integers from 0, the sample of each
             of the N rows of z0, in any order; or "batch", for one sample of all rows. Residual, history and freezing
-            are then per such sample, and B in the Solution is their number. Samples are padded with zeros to the
+            are then per sample, and B in the Solution is the number of samples. Samples are padded with zeros to the
             longest. Reuse ``Groups`` for many solves. None: each row is a sample, and f must not couple rows.
         scale: the typical size of each tensor's numbers, in a tree like z0 (a tuple for a tuple), from 2^-60 to 2^60.
-            Residuals and steps are those of the divided tensors: the larger its number, the less a tensor counts. Each
-            is replaced by the nearest power of two, which avoids rounding. None: all numbers have one size.
+            Each tensor is divided by its size for residuals and steps: the larger the size, the less the tensor counts.
+            Sizes are rounded to powers of two, so that the division is exact. None: no division.
         stop_fn: a second rule that ends samples. stop_fn(z, value, k) is given the iterate z, f(z) and the number
-            k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are, STOPPED. It sees
+            k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are, STOPPED. It gets
             all samples; those that `drop_converged` leaves out have z as their value. Only samples that run and have
             not converged can be ended. Nothing waits for the device. It may keep z, and must not write to f(z).
         sync_every: iterations between checks whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
-            the host reads the count of the check before, so that it never waits for the step it has just queued.
+            the host reads the result of the previous check, so that it never waits for the step it has just queued.
         drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
             called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.

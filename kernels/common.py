@@ -1,11 +1,11 @@
 """Jit helpers shared by the kernels of the solver steps.
 
-One program works on a sample. If the batch is too small to fill the GPU, S programs share the columns of a sample, and
+One program computes a sample. If the batch is too small to fill the GPU, S programs share the columns of a sample, and
 a step is three launches. *sums* (B, S) store numbers of their columns, *judge* (B,) adds these up and decides, *step*
 (B, S) moves the iterate. `p_numbers` points to the numbers of a sample, (COUNT, S) in the dtype of the state.
 
-The verdict on a sample says what the last launch does with its iterate: keep it as the best one, go back to the best
-one, or neither.
+The verdict on a sample determines what the last launch does with its iterate: keep it as the best one, go back to the
+best one, or neither.
 """
 
 from typing import Any
@@ -97,7 +97,7 @@ def length_of(square, scale, scaled_square):
 
 @triton.jit
 def columns(D, BLK: tl.constexpr):
-    """The columns [begin, end) of this program: whole blocks. The last programs may have fewer columns, or none."""
+    """The columns [begin, end) of this program, in whole blocks. The last programs may have fewer columns, or none."""
     width = tl.cdiv(tl.cdiv(D, BLK), tl.num_programs(1)) * BLK
     begin = tl.minimum(tl.program_id(1) * width, D)
     return begin, tl.minimum(begin + width, D)
@@ -245,7 +245,7 @@ def has_ended(p_status, i_b):
 
 @triton.jit
 def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
-    """Record what the running sample i_b has reached at iteration k. Every warp has read the row of z on return.
+    """Record the result of the running sample i_b at iteration k. Every warp has read the row of z on return.
 
     monitor: pointers to status, iterations, residual, progress and active. res_abs = |f(z) - z| and f_norm = |f(z)|:
     scalars of the state's dtype. rule: tol, absolute, stall_floor and offset. last: no evaluation follows.

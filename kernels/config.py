@@ -24,7 +24,7 @@ MAX_VECTOR_WINDOW = 16
 # Programs that share a sample have at least this many columns each. The launches that sharing adds take microseconds.
 # In one microsecond, one of the A100's 108 multiprocessors reads 18 KB (2 TB/s in all): a float32 row of this length.
 MIN_COLUMNS = 4096
-# One warp adds up their numbers, two for each of its threads.
+# One warp sums their numbers, two for each of its threads.
 MAX_PROGRAMS = 64
 # The most registers of a thread. Without this limit, ptxas spills a few bytes to fit more warps per multiprocessor.
 MAX_REGISTERS = 255
@@ -69,7 +69,7 @@ def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torc
     """16 bytes of a row per thread in the state's dtype; of a bfloat16 history in full width if registers allow.
 
     A thread holds up to three sums per pair, see ``rows_at_once``: 8 pairs of 4 columns are 64 or 96 registers. 8 warps
-    of 255 registers fill a multiprocessor; 4 let two programs share it. With 8 columns per thread the sums double. If
+    of 255 registers fill a multiprocessor; with 4, two programs share it. With 8 columns per thread the sums double. If
     rows do not all start on 16 bytes, addresses of single elements need registers too: then a thread has 4 columns.
     """
     short = history_dtype != dtype

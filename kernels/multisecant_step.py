@@ -59,7 +59,7 @@ from .window import gamma_of, holds_steps, load_row, slot_of, slots_by_age, smal
 
 @triton.constexpr_function
 def takes_row(method):
-    """Whether the first sweep finishes the row of the newest pair, which the last second sweep began."""
+    """Whether the first sweep finishes the row of the newest pair, which the previous step's second sweep began."""
     return method == ANDERSON_I
 
 
@@ -178,7 +178,7 @@ def _store_dots(p_gram, p_t, M, n, newest, beta, t, q, p, ss, yy, age: tl.conste
     """t of the pair of that age, and its entries of the newest column and row of N; the squares if age = 0.
 
     t, q and p are the dots of its row of L with g, y and s. The column gets q; so does the row if L holds Y. For
-    ANDERSON_I the row gets (r - p) / beta. The sweep before stored r there: the dot of its row of DF with s.
+    ANDERSON_I the row gets (r - p) / beta. The previous sweep stored r there: the dot of its row of DF with s.
     """
     slot = slot_of(newest, age, M)
     m = age < n
@@ -428,7 +428,7 @@ def _sweep_right_rows(
 ):
     """z <- z + H(alpha (beta g - DF gamma)) in the columns [begin, end); DF^T s by age, as a tuple, if L holds steps.
 
-    p_t holds gamma, or t if SOLVE. Each row of DF is a vector of its own, so that a thread keeps to its columns. Dots
+    p_t holds gamma, or t if SOLVE. Each row of DF is a separate vector, so that a thread keeps to its columns. Dots
     with rows after the first ROWS read them again, from the cache.
     """
     dtype: tl.constexpr = p_z.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Adjoints: gradients through a solve, one module per gradient."""
+"""Adjoints: gradients through a solve, one module per adjoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_NAME = {kind.__name__.lower(): kind for kind in ADJOINTS}
 
 
 def as_adjoint(adjoint: str | Adjoint) -> Adjoint:
-    """Return the adjoint itself, or the adjoint with default settings that a name stands for.
+    """Return the adjoint itself, or the adjoint of that name with default settings.
 
     Raises:
         ValueError: `adjoint` is neither, nor the name of an adjoint class in small letters.

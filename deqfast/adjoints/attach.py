@@ -1,11 +1,11 @@
 """Attachment of a gradient to the value of a solve.
 
-The forward value is the solver's z*, in training and evaluation alike. The gradient attaches to one more evaluation
+The forward value is the solver's z*, in training and evaluation. Its gradient comes from one more evaluation,
 y = f(z*, x). A ``Rule`` maps the gradient g of z* to u. The graph of y then gives the gradients (df/dx)^T u in x, and
 (df/dw)^T u in each weight w. ``JFB`` has u = g. ``Implicit`` has u = (I - J^T)^-1 g, with J = df/dz at z*.
 
-In y a healthy sample replaces each sample whose solve broke down, which then gets no gradient. So one NaN row of x
-cannot turn a weight gradient into NaN.
+In y a healthy sample replaces each sample whose solve broke down; the latter gets no gradient. So one NaN row of x
+cannot make a weight's gradient NaN.
 
 The graph of y treats z* as a constant. With create_graph=True a rule therefore also returns gradients in the tensors
 that y depends on. Their values are zero. Their derivative is the part of the second derivative that y lacks; a rule
@@ -37,14 +37,14 @@ class Recorded:
 
     Attributes:
         outputs: its leaves, in the order of z's.
-        sources: the tensors outside on which it depends: those of x, then the leaves that the cell holds.
+        sources: the outside tensors that it depends on: those of x, then the leaves that the cell holds.
         hides: whether the cell holds a tensor that was computed outside, hence not a leaf.
     """
 
     def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
         begin = next_node()
         valve = Valve()
-        inner = valve(x)  # or a tensor of x could not be distinguished from the same one held by the cell
+        inner = valve(x)  # else a tensor of x could not be distinguished from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))
         inputs = requiring_grad(inner)
         held, self.hides = leaves_behind(self.outputs, [*inputs, *pytree.tree_leaves(z)], begin)
@@ -134,8 +134,8 @@ class _Attach(torch.autograd.Function):
             pulled, past = _pulled(ctx.rule, full), [None] * (len(ctx.needs_input_grad) - 4 - 2 * ctx.count)
         elif ctx.hides:
             raise RuntimeError(
-                f"deqfast: create_graph=True through {ctx.rule.name} of a cell that holds a tensor computed outside of "
-                "it, whose part in second derivatives would be lost: give it to the block in x"
+                f"deqfast: create_graph=True through {ctx.rule.name} would lose a part of second derivatives, "
+                "because the cell holds a tensor computed outside of it: give it to the block in x"
             )
         else:
             pulled, past = ctx.rule.pull_with_graph(full, ctx.saved_tensors)

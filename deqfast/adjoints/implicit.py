@@ -50,7 +50,7 @@ DEFAULT_SOLVER = Anderson(rtol=1e-6, max_iter=150, history_size=16)
 
 @dataclass(frozen=True)
 class Implicit(Adjoint):
-    """Implicit function theorem: u = J^T u + g is solved as a fixed point from u = g; then one more product is taken.
+    """Implicit function theorem: solves u = J^T u + g as a fixed point from u = g, then takes one more product.
 
     The gradient is exact, to the tolerances of both solves. Up to rounding, the residual r = J^T u + g - u of the
     returned u is no longer than J^T g, the residual of JFB's u = g. The error is |u - u*| <= |(I - J^T)^-1| |r|.
@@ -61,7 +61,7 @@ class Implicit(Adjoint):
 
     Args:
         solver: the solver of the backward solve or the name of one, with a positive rtol and atol=0, so that the scale
-            of the loss changes nothing. None: ``Anderson(rtol=1e-6, max_iter=150, history_size=16)``.
+            of the loss does not matter. None: ``Anderson(rtol=1e-6, max_iter=150, history_size=16)``.
 
     Raises:
         ValueError: `solver` is not a solver or a solver's name, or has an absolute tolerance or a `mixing_fn`.
@@ -162,7 +162,7 @@ class _Inverted(Rule):
 
     @torch.no_grad()
     def _is_repeatable(self) -> bool:
-        """Return whether the cell is unchanged since it was recorded; hooks, masks or weights may have changed."""
+        """Return whether the cell, with its hooks, masks and weights, is unchanged since it was recorded."""
         again = in_order_of(self.z, self.evaluate(detached(self.z), self.x))
         return all(
             torch.allclose(a, b, rtol=1e3 * torch.finfo(b.dtype).eps, atol=1e3 * torch.finfo(b.dtype).eps)

@@ -18,7 +18,7 @@ from .base import Adjoint
 class JFB(Adjoint):
     """Jacobian-free backpropagation: one vector-Jacobian product of the cell at z*, with (I - J^T)^-1 replaced by I.
 
-    The cheapest gradient, and a descent direction where f contracts. Source: Fung et al., AAAI 2022.
+    The cheapest gradient, and a descent direction if f contracts. Source: Fung et al., AAAI 2022.
 
     Examples:
         >>> cell = deqfast.FCCell(in_features=3, features=8)

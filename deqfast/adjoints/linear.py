@@ -71,8 +71,8 @@ class LinearSolve:
             finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in right]).all(dim=0)
             start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
         groups = groups_of_members(self.groups, members)
-        # The system is linear: a right-hand side of size 1 keeps the scale of the loss out of the solver. Beyond 2^100
-        # the factor would not be representable.
+        # The system is linear: with a right-hand side of size 1 the scale of the loss does not matter. Beyond 2^100 the
+        # factor would not be representable.
         factors = factors_of(self.scale, spec)
         exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)

@@ -26,9 +26,9 @@ class Phantom(Adjoint):
     In cost and in accuracy it lies between ``JFB`` (steps=1, relaxation=1) and ``Implicit`` (unlimited steps). It takes
     the memory of `steps` evaluations of the cell. Source: Geng et al., NeurIPS 2021.
 
-    With relaxation=1.0 this is the gradient of looped models through `steps` plain loops from the solver's answer,
-    which need not be exact (``bptt_through`` of Attractor, arXiv 2605.12466). The value remains z*, as in evaluation.
-    A model that wants the last loop's value solves without gradient, and calls the cell `steps` times.
+    With relaxation=1.0 this is the gradient of looped models through `steps` plain loops from z*, which need not be
+    exact (``bptt_through`` of Attractor, arXiv 2605.12466). The value remains z*, as in evaluation. For the value of
+    the last loop, solve without gradient and call the cell `steps` times.
 
     Args:
         steps: number of calls, at least 1.

@@ -1,4 +1,4 @@
-"""Backpropagation through an iteration that runs backwards."""
+"""Backpropagation through a reversible iteration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..torch_internals.weights import as_now, shards_weights
 from .attach import Recorded
 from .unrolled import Iterated, Judge
 
-# Largest distance from the start that the reversed steps may end at, in lengths of the iterates.
+# Largest distance from the start at which the reversed steps may end, in lengths of the iterates.
 _LOST = 1e-3
 
 
@@ -47,7 +47,7 @@ class Reversible(Iterated):
 
     Args:
         steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter.
-        relaxation: weight of f in a step, in ]0, 0.99]. Near 1 fewer steps are needed, and fewer can be reversed.
+        relaxation: weight of f in a step, in ]0, 0.99]. A value near 1 needs fewer steps, but fewer can be reversed.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -70,7 +70,7 @@ class Reversible(Iterated):
 
     def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
         if shards_weights(plan.cell):
-            raise RuntimeError("deqfast: Reversible takes no cell that fully_shard has cut: let it cut the block")
+            raise RuntimeError("deqfast: Reversible does not support a cell sharded by fully_shard: shard the block")
         steps = self.steps or max(1, plan.solver.max_iter // 2)
         run = _Run(plan.cell, self.relaxation, steps, detached(z), x, plan.groups)
         judge = Judge(packing, plan.solver)

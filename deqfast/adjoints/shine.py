@@ -29,7 +29,7 @@ class SHINE(Adjoint):
     et al., ICLR 2022, extended here to the whole multisecant family.
 
     Args:
-        fallback: bound on a sample's gradient in lengths of JFB's, at least 1; a longer one is replaced by JFB's. On a
+        fallback: largest length of a sample's gradient relative to JFB's, at least 1; JFB's replaces a longer one. On a
             linear cell of spectral radius 0.9 the paper's 1.3 always falls back to JFB, while 5 is closer to the exact
             gradient.
 
@@ -60,7 +60,7 @@ class SHINE(Adjoint):
 
 
 class _Shared(Rule):
-    """Product of the gradients with the inverse estimate; samples with too long a product keep their gradient."""
+    """Product of the gradients with the inverse estimate; a sample with too long a product keeps its gradient."""
 
     def __init__(self, fallback: float, solution: Solution, plan: Plan) -> None:
         super().__init__("SHINE")

@@ -43,7 +43,7 @@ class Iterated(Adjoint):
             return value, replace(solution, value=value)
         if not bool(values(broken).any()):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
-        # Iterate again, with healthy rows in place of the broken ones, which then leave no trace in others' gradients.
+        # Iterate again with healthy rows in place of the broken ones, which then do not affect the others' gradients.
         stand_ins = replace(solution, value=plan.z0)
         z0, x, _ = plan.without_broken(stand_ins)
         healthy, _ = self.iterate(plan, packing, z0, x)
@@ -68,7 +68,7 @@ class Unrolled(Iterated):
             the calls, and the memory of one graph. The cell must not change before the backward pass.
 
     Raises:
-        TypeError, ValueError: `steps` is not such a number, `checkpoint` not True or False.
+        TypeError, ValueError: `steps` is not such a number, or `checkpoint` is not True or False.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Unrolled(steps=30))

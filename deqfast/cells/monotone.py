@@ -29,10 +29,10 @@ class MonotoneCell(nn.Module):
         Peaceman-Rachford:  f(z) = V (2 act(u) - u + alpha c) with V = (I + alpha M)^-1; a step multiplies distances
                             between the V^-1 z by at most sqrt((L - m) / (L + m))
 
-    Peaceman-Rachford takes two products with a matrix and far fewer evaluations. It iterates the value of V, whose
-    fixed point is z* itself; the fixed point of u is not. Forward-backward takes one product, and with ``Picard`` one
-    launch per solve, as ``FCCell``. Its residual is about alpha times the residual of the equation: use a smaller rtol.
-    The matrices are computed once per solve. Source: Winston and Kolter, NeurIPS 2020, section 3.
+    Peaceman-Rachford takes two products with a matrix and far fewer evaluations. Its state is the output of V, because
+    the fixed point of u is not z*. Forward-backward takes one product, and with ``Picard`` one launch per solve, as
+    ``FCCell``. Its residual is about alpha times the residual of the equation: use a smaller rtol. The matrices are
+    computed once per solve. Source: Winston and Kolter, NeurIPS 2020, section 3.
 
     Args:
         in_features: width of x, (B, in_features).

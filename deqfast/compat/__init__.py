@@ -1,8 +1,8 @@
 """Interfaces of other libraries: this module has all names of torchdeq; ``deepinv`` takes deepinv's algorithms.
 
 deqfast implements the part of torchdeq that solves and differentiates: ``get_deq``, its layers and ``register_deq``.
-The other names, such as ``reset_deq``, ``apply_norm`` or ``mem_gc``, come from an installed torchdeq. It is imported
-when one of them is used.
+The other names, such as ``reset_deq``, ``apply_norm`` or ``mem_gc``, come from an installed torchdeq. torchdeq is
+imported when one of them is used.
 """
 
 from typing import Any

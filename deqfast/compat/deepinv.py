@@ -44,11 +44,11 @@ def _name(model: Any) -> str:
 
 
 class Equilibrium(nn.Module):
-    """Algorithm of deepinv (>= 0.4), iterated to its fixed point by deqfast. Every image stops by itself.
+    """Algorithm of deepinv (>= 0.4), solved for its fixed point by deqfast. Each image stops independently.
 
-    Serves GD, PGD and HQS, and three algorithms of several variables that deepinv's own DEQ does not serve: ADMM, DRS
+    Runs GD, PGD and HQS, and three algorithms of several variables that deepinv's own DEQ does not support: ADMM, DRS
     and CP. The model's `max_iter`, stopping rule and acceleration are not used. Its `get_output` receives the variables
-    that its iterations continue from.
+    from which its iterations continue.
 
     Args:
         model: a ``deepinv.optim.BaseOptim``, such as ``deepinv.optim.PGD(...)``, with or without ``DEQ``.

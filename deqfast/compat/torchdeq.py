@@ -1,6 +1,6 @@
 """torchdeq's interface on deqfast's solvers and adjoints.
 
-Interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
+Source of the interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     """Layer with torchdeq's interface: replaces ``torchdeq.get_deq``, with the same options and defaults.
 
     Differences from torchdeq: Each sample stops by itself. The window of Anderson has a relative ridge of 1e-6. The
-    backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode` says. `core="indexing"` returns its
-    states wherever the solve ends. In evaluation, gradients pass too if autograd records.
+    backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode` is. `core="indexing"` returns a state
+    for each index, also if the solve ends earlier. In evaluation mode gradients are recorded too.
 
-    An option that is unknown, contradicts another or cannot be honoured raises an error. torchdeq's own layer runs a
-    solver from ``register_solver``, and a call whose `lam` or `ls` deqfast's solvers do not have.
+    An option that is unknown, contradicts another or cannot be honoured raises an error. torchdeq itself runs solvers
+    from ``register_solver``, and calls with a `lam` or `ls` that deqfast's solvers lack.
 
     Args:
         args: torchdeq's options as a mapping, a Namespace or another object with attributes. It may have further
-            attributes; one that resembles an option gives a warning. Never modified.
+            attributes; one that resembles an option gives a warning. It is not modified.
         kwargs: options, which override those in `args`.
 
     Returns:
@@ -201,7 +201,7 @@ class _Method:
         unseen: number of first evaluations whose residual torchdeq does not keep.
         ends_in_f: return f at the iterate with the least residual, not the iterate itself.
         is_final: return the last iterate, not the one with the least residual.
-        is_bare: make all evaluations, and look at the residual of the last one only.
+        is_bare: make all evaluations, and judge the last one only.
     """
 
     solver: Solver
@@ -334,13 +334,13 @@ class DEQ(nn.Module, ABC):
             z_init: floating-point (B, ...), or a list of such tensors. A tensor without dimensions is one sample.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
                 anderson, `LBFGS_thres` of broyden. `return_final=True` returns the last iterate, not the best. torchdeq
-                runs a call with a `lam` of anderson other than 0 and 1e-4, or with `ls=True` of broyden. An option
-                that the solver does not use gives a warning.
+                itself runs a call with a `lam` of anderson other than 0 and 1e-4, or with `ls=True` of broyden. An
+                option that the solver does not use gives a warning.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
             x: a tensor or a tree of tensors, passed to func as its last argument. It is needed for second derivatives
-                through ift, such as forces in a loss. Rows of x that are NaN then stay out of the gradients.
-            groups: for a func that couples rows of z_init, as a graph couples its nodes: see ``deqfast.solve``.
+                through ift, such as forces in a loss. Rows of x that are NaN then do not affect the gradients.
+            groups: for a func that couples rows of z_init, such as the nodes of a graph, see ``deqfast.solve``.
             unknown: keywords that are not used. Each that is not None gives a warning.
 
         Returns:
@@ -551,7 +551,7 @@ def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, So
 
 
 def _surely_all(samples: Tensor) -> bool:
-    """Return whether this mask holds all samples; False on a GPU, where a look would wait for the device."""
+    """Return whether this mask has all samples; False on a GPU, to avoid a wait for the device."""
     return samples.device.type == "cpu" and bool(unwrapped(samples).all())
 
 

@@ -38,16 +38,16 @@ def diagnose(
     randomness. Takes about 100 to 300 evaluations of the cell, and about 200 products with its Jacobian. If nothing
     converges, up to 500 more look for a change of the cell that helps.
 
-    The block is measured in its present mode and restored: gradients, buffers, torch's random state and warnings. Only
-    hooks and counters of the cell see the evaluations. Options that only speed up a solve are not used.
+    The block is measured in its present mode and restored: gradients, buffers, torch's random state and warnings. Hooks
+    of the cell run in all evaluations. Options that only speed up a solve are not used.
 
     Args:
         block: a block or a cell, which is taken as ``DEQBlock(cell)``.
         x: as in a call of the block.
         z0: as in a call of the block.
         groups: as in a call of the block.
-        samples: samples whose gradients are compared with an exact solve; all, if the cell couples them.
-        starts: random starts, at least 0.
+        samples: number of samples whose gradients are compared with an exact solve; all, if the cell couples samples.
+        starts: number of random starts, at least 0.
         seed: of the random starts and directions.
 
     Returns:

@@ -29,7 +29,7 @@ TIGHT = min(TOLERANCES)  # float32 reaches it, and numbers measured at such a z*
 BUDGET = 100  # evaluations of a trial: a cell that needs more is too slow to train
 NORM_PRODUCTS = 20  # of a power iteration for the norm, which is then at most a few percent too low
 EXACT = Implicit(Broyden(1e-6, 200))  # errors measured against it are far above 1e-6
-UNCOUPLED = 0.02  # changes of a value without the other samples that count as none; above the rounding of bf16
+UNCOUPLED = 0.02  # a smaller change of a value without the other samples counts as none; above the rounding of bf16
 SHRINKS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # factors of z, tried in this order: the first changes the cell least
 
 

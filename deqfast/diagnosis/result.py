@@ -31,12 +31,12 @@ class Diagnosis:
         statuses: number of samples of each ``Status`` in the block's own solve.
         evaluations_as_it_is, residual_as_it_is: evaluations of that solve, and its largest relative residual.
         runs: trials of the solvers, with more evaluations and a tighter tolerance.
-        settled: (B,) bool, samples with a fixed point by any of these solves. All that follows is measured at its z*,
-            or at the best iterate of a sample without one.
+        settled: (B,) bool, samples for which one of these solves found a fixed point. All that follows is measured at
+            this z*, or at the best iterate of a sample without one.
         radius, norm: (B,) spectral radius of the Jacobian in z, and its norm, estimated from below.
         spread: (answers, B) distances of z* from the answers of the other solvers, then from random starts.
         moved: (B,) distance of z* from z0.
-        step: (B,) distance of f(z) from z at a random z, whether there is a fixed point or not.
+        step: (B,) distance of f(z) from a random z, which needs no fixed point.
         dependence: (B,) distance of z* from the z* of another sample, which has another x.
         gradients: errors of the gradients by each approximate adjoint.
         changing: modules that change between calls.
@@ -44,7 +44,7 @@ class Diagnosis:
         alone: distance of a sample's value from its value without the other samples; None if it was not measured.
         sizes: tree like z of the typical sizes of its tensors' numbers.
         scaled: whether the block has a `scale`.
-        remedy: change of the cell with which it converges, looked for if no solve converged.
+        remedy: change of the cell with which it converges, searched for if no solve converged.
         evaluations: of the cell in the whole diagnosis.
     """
 
@@ -164,7 +164,7 @@ class Diagnosis:
         ]
 
     def figure(self) -> Any:
-        """Figure of matplotlib: residuals and lengths of the trials and errors of the gradients if they were measured.
+        """Matplotlib figure of the trials' residuals and lengths, and of the gradients' errors if they were measured.
 
         Raises:
             ImportError: matplotlib is not installed.

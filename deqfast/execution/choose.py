@@ -75,7 +75,7 @@ def by_cell(plan: Plan) -> Solution:
         solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.kernel)  # type: ignore[attr-defined]  # a hook
     if solution is None:
         return _by_solver(plan)(plan)
-    return replace(solution)  # a copy: notes on this Solution must not appear on one that the cell returns again
+    return replace(solution)  # a copy, because the cell may return the same Solution again
 
 
 def by_graphs(plan: Plan) -> Solution:

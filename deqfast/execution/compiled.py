@@ -1,4 +1,4 @@
-"""Compiled solves: cell, solver steps and the loop around them in one graph, which runs without Python.
+"""Compiled solves: the cell, the solver's steps and the loop around them in one graph, which runs without Python.
 
 The loop is torch's ``while_loop``, which ends when no sample runs any more. Its steps are the C++ kernels of the eager
 loop, called as C functions. Inductor compiles the cell, with its own rounding: a compiled solve agrees with the eager
@@ -57,7 +57,7 @@ class Compiled:
             if not packing.batch:
                 return Begun(packing, solver, loop.start, keep_inverse).finish(0, 0)
             history = loop.new_history(packing.batch)
-            # Without graph: code would be compiled again for each choice of tensors that require a gradient.
+            # Without a graph: otherwise code would be compiled for each choice of tensors that require a gradient.
             x = x.detach() if isinstance(x, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, x)
             value, status, iterations, relative, absolute, evaluations, *values = self._run(
                 key, cell, x, packing, loop, z, history
@@ -108,8 +108,8 @@ def _check(solver: Solver, kernel: str, packing: Packing, keep_inverse: bool) ->
     short = [leaf.dtype for leaf in packing.leaves if leaf.dtype in (torch.bfloat16, torch.float16)]
     if short and not IS_NEW:
         raise RuntimeError(
-            f"compile=True: torch {torch.__version__} gives the cell a {short[0]} state that is not rounded, "
-            "which 2.14 does not: take a float32 z0"
+            f"compile=True: torch {torch.__version__} gives the cell a {short[0]} state that is not rounded: "
+            "take a float32 z0, or torch 2.14"
         )
     chosen = choose_kernel(kernel, packing.device)
     if chosen.name != KERNEL:

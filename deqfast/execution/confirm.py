@@ -20,7 +20,7 @@ from .plan import Plan
 def confirmed(solution: Solution, plan: Plan, z: Any, evaluation: list[Tensor]) -> Solution:
     """Return the solution, with the status INCONSISTENT for converged samples that this evaluation at z* contradicts.
 
-    Allowed is twice the residual or the tolerance, plus the rounding of f. Nothing waits for a GPU.
+    A difference of twice the residual or the tolerance, plus the rounding of f, is allowed. Nothing waits for a GPU.
     """
     if not len(solution.status) or (solution.counts is not None and not solution.counts[Status.CONVERGED]):
         return solution

@@ -1,9 +1,9 @@
 """CUDA graphs of forward solves: f and the steps of the solver are captured once and replayed without Python.
 
 A graph holds `sync_every` iterations. The host replays it repeatedly, and reads the count of running samples one replay
-late. With "whole", one graph holds all iterations. Each then runs only if a condition on the device is met, and the
-host waits only at the two ends of the solve: to see that z0 is finite, and to count the evaluations. (The iterations
-are conditional one by one instead of a while loop, because the number of an iteration is an argument of its kernels.)
+late. With "whole", one graph holds all iterations. Each then runs only if a condition on the device is met. The host
+waits only twice: to check that z0 is finite, and to count the evaluations. (There is no while loop, because the number
+of an iteration is an argument of its kernels.)
 
 A capture fixes the memory of parameters and inputs, the kernels, and every choice that Python makes. Inputs are
 therefore copied into the graph's memory. A solve is captured again if the cell, shapes, dtypes, the memory of
@@ -115,7 +115,7 @@ class Captured:
         fixed_x = pytree.tree_unflatten(self.inputs, spec)
         self.begun, self.state, self.max_iter, self.sync_every = begun, begun.state, begun.solver.max_iter, sync_every
         self.whole = whole  # one graph for all iterations, instead of one per `sync_every`
-        self.finished = mark()  # after all work in this memory; another stream must wait for it
+        self.finished = mark()  # event after all work in this memory, for which another stream must wait
         run = Run(lambda z: cell(z, fixed_x), begun.packing, begun.solver, self.state, Whole())
         # Casts that autocast has kept could be those of older parameters.
         dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
@@ -184,7 +184,7 @@ def _check_cell(cell: Any) -> None:
 
 
 def _is_ready(cell: nn.Module) -> bool:
-    """Return whether every submodule will not change between solves any more, by its `has_settled`."""
+    """Return whether no submodule will change between solves any more, by its `has_settled`."""
     checks = [getattr(module, "has_settled", None) for module in cell.modules()]
     return all(check() for check in checks if check is not None)
 
@@ -241,7 +241,7 @@ def mark() -> Any:
 def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
     """Graphs of the work that each of `works` queues; they share their temporary memory.
 
-    Whatever fails, the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.)
+    After any error the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.)
     """
     graphs = [torch.cuda.CUDAGraph() for _ in works]
     pool = torch.cuda.graph_pool_handle()

@@ -90,8 +90,8 @@ def package_options() -> dict[str, Any]:
 
     Pass them as ``torch._inductor.aoti_compile_and_package(program, inductor_configs=deqfast.package_options())``. A
     solve with ``kernel="cpp"`` then calls deqfast's steps as C functions, without torch's dispatcher. A process that
-    loads such a package must import deqfast first. Other packages need these options before torch 2.14, whose inductor
-    generates wrong code for loops.
+    loads such a package must import deqfast first. Before torch 2.14, other packages need these options too, because
+    its inductor generates wrong code for loops.
     """
     fails = not IS_NEW and torch.backends.cpu.get_cpu_capability() == "AVX2"  # here its vectors read out of bounds
     return {**code_options(), **({"cpp.simdlen": 0} if fails else {})}

@@ -74,7 +74,7 @@ class Linearised:
         self._found = threading.local()
 
     def __call__(self, cell: Callable[[Any, Any], Any], z: Any, x: Any) -> Product | None:
-        """Product with the Jacobian of cell(., x) at z; None without samples, or if torch runs code uncompiled.
+        """Product with the Jacobian of cell(., x) at z; None if there are no samples or torch runs code uncompiled.
 
         Raises:
             RuntimeError: torch.compile cannot compile the cell or its gradient, with the reason.
@@ -111,7 +111,7 @@ class Linearised:
         given = [node.meta["example_value"] for node in captured.graph.nodes if node.op == "placeholder"]
         arguments = [torch.empty_like(z) for z in states], given
         graph = make_fx(products, tracing_mode="symbolic")(*arguments)
-        # Backward formulas may write to fresh zeros, which the split would compute only once.
+        # Backward formulas may write to fresh zeros, which the split would otherwise compute only once.
         graph = make_fx(torch.func.functionalize(graph), tracing_mode="symbolic")(*arguments)
         once, product = _parted(graph, len(states))
         loops, outputs = Compiled(_REFUSAL), len(states)
@@ -200,7 +200,7 @@ def _size(number: fx.Node, nodes: list[fx.Node]) -> tuple[fx.Node, int] | None:
 
 
 def _is_made_in_loops(node: fx.Node) -> bool:
-    """Return whether it is a size or a view; loops take neither sizes that vary nor tensors that share memory."""
+    """Return whether the node is a size or a view; loops take neither sizes that vary nor tensors that share memory."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:

@@ -25,11 +25,11 @@ from ..torch_internals.transforms import values
 from .export import iterate_in_code, iterate_in_graph
 from .refusals import check_served, kinds
 
-# On a GPU, reading the count of running samples costs a copy and a launch, which is more than one surplus evaluation.
+# On a GPU, reading the count of running samples costs a copy and a launch: more than one surplus evaluation.
 SYNC_EVERY_ON_GPU = 2
 
 
-# Finished samples leave f's batch when they are this share of it; moving the others is not worth it for fewer.
+# Finished samples leave f's batch when they are this share of it; for fewer, moving the others does not pay.
 COMPACT_SHARE = 0.25
 
 
@@ -167,7 +167,7 @@ def export(run: Run, keep_inverse: bool) -> Any:
 
 
 class Watch:
-    """Number of running samples, as the host knows it; -1 before it is read."""
+    """Number of running samples that the host has read; -1 before."""
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
@@ -183,7 +183,7 @@ class Watch:
 
 
 class LateWatch(Watch):
-    """Number at the previous look; meanwhile the device has computed it, so that the host does not wait."""
+    """Number at the previous check, which the device has computed meanwhile, so that the host does not wait."""
 
     def __init__(self, active: Tensor):
         super().__init__(active)
@@ -194,7 +194,7 @@ class LateWatch(Watch):
     def count(self) -> int:
         if self.arrived is None:
             self.arrived = torch.cuda.Event()
-            # Kept, because asking for it takes as long as recording.
+            # Kept, because looking it up takes as long as recording.
             self.stream = torch.cuda.current_stream(self.active.device)
         else:
             self.arrived.synchronize()
@@ -263,8 +263,8 @@ class Whole:
 
 
 class Compaction(Whole):
-    """Batches of the running samples, and perhaps some others. Rows of the others are undefined, and no solver reads
-    them. With `fills`, the value has their z.
+    """Batches of the running samples, and perhaps some others. In f's value, rows of samples that are left out are
+    undefined, and no solver reads them; with `fills` they are z.
     """
 
     def __init__(self, watch: Watch, fills: bool) -> None:

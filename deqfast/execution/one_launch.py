@@ -28,7 +28,7 @@ from .loop import not_finite
 
 _STATE_DTYPES = tuple(STATE.allowed)
 _DEFAULT_SOLVER = Picard()
-# Most products per evaluation for which "auto" takes the one launch on a GPU. Above, the ordinary loop should be
+# Most products per evaluation for which "auto" takes the one launch on a GPU. Above it, the ordinary loop should be
 # faster, since it uses matrix units. The number comes from a cost model and is not measured.
 MAX_AUTO_PRODUCTS = 1 << 28
 
@@ -69,7 +69,7 @@ def _launch(
             calls, samples, healthy = torch.stack([iterations.amax(), iterations.sum(), finite.all()]).tolist()
             if not healthy:
                 raise not_finite(finite)
-            if kernel.name == "torch":  # this one does not stop early
+            if kernel.name == "torch":  # it does not stop early
                 calls, samples = solver.max_iter, solver.max_iter * len(c)
     return Solution(value, status, iterations, residual[int(absolute)], residual[0], residual[1], calls, samples)
 
@@ -160,7 +160,7 @@ def fc_fixed_point(
             it fits into the GPU's shared memory. "torch" makes all of max_iter iterations.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or z0 is not finite; named, with what is allowed.
+        TypeError, ValueError: an argument is not as above, or z0 is not finite. The text names it, and what is allowed.
         RuntimeError: `kernel` was chosen by name and cannot run (triton: ValueError); a tensor belongs to torch.func or
             forward-mode AD.
 

@@ -5,7 +5,7 @@ traced block therefore becomes the op ``solve_block``, which runs the block unco
 ``pull_block``. The op's arguments are the tensors that the block reads: x, z0, `groups`, and the parameters and buffers
 of the cell. The rest, such as solver and hooks, is found in the live block by its number.
 
-The last output of ``solve_block`` is a ticket, which is saved for the backward pass. While it lives, the graph that
+The last output of ``solve_block`` is a ticket, which is saved for the backward pass. While it exists, the graph that
 autograd has recorded in ``solve_block`` is kept for ``pull_block``.
 """
 
@@ -67,9 +67,9 @@ _recorded: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by ticket: value
 
 
 def new_number(block: Block) -> Tensor:
-    """Number by which compiled code finds the block while it lives; no other block ever had it.
+    """Number by which compiled code finds the block while it exists; unique among all blocks.
 
-    A tensor, because code is compiled again for each int.
+    It is a tensor, because code would be compiled again for each int.
     """
     number = next(_numbers)
     _live[number] = block
@@ -215,7 +215,7 @@ def _solve_block(
 ) -> list[Tensor]:
     block = _live.get(int(number))
     if block is None:
-        raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it again")
+        raise RuntimeError("deqfast: the block of this compiled code no longer exists: compile the model again")
     with as_outside():
         call, leaves = _with_leaves(described, tensors, wanted)
         swapped, leaves = _swaps(block, call, leaves)
@@ -279,7 +279,7 @@ def _is_given(own: Tensor, given: Tensor, records: bool) -> bool:
 
 
 def _keep(values: list[Tensor], leaves: list[Tensor], ticket: Tensor) -> None:
-    """Keep the graph of the values until the ticket is gone; RuntimeError if it leads to other leaves too."""
+    """Keep the graph of the values while the ticket exists; RuntimeError if it leads to other leaves too."""
     if depends_on_others(values, leaves):
         raise RuntimeError(
             "deqfast: under torch.compile the cell depends on a tensor that requires a gradient and is neither in x "

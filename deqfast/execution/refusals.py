@@ -1,4 +1,4 @@
-"""Combinations of options: the only table of those that are refused, with the reasons."""
+"""Combinations of options that are refused, with the reasons: the only such table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_SOLVER = dict.fromkeys(
 _REPLAYS = "a graph replays the same work"
 _ONE_CODE = "its code is one loop for whole batches"
 _BY_VALUES = "its stages depend on values"
-_OF_ERRORS = "its window is of errors, and gives no inverse of the Jacobian"
+_OF_ERRORS = "its history is of errors, and gives no inverse of the Jacobian"
 REFUSED: dict[str, dict[str, str]] = {
     "cuda_graph": {
         "drop_converged": _REPLAYS,
@@ -30,7 +30,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "stop_fn": _ONE_CODE,
         "groups": _ONE_CODE,
         "scale": _ONE_CODE,
-        "sync_every": "its loop looks after every evaluation",
+        "sync_every": "its loop checks after every evaluation",
         "mixing_fn": "its loop calls no Python",
         "cuda_graph": "it serves CPUs",
         "Auto": _BY_VALUES,
@@ -42,7 +42,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "Unrolled": _NO_SOLVER,
     "Reversible": _NO_SOLVER,
     "trajectory": {
-        "SHINE": "it has the history of the end of a solve only",
+        "SHINE": "its history exists only at the end of a solve",
         "Auto": "a sample may wait, and the states would not be those of its own evaluations",
         "Unrolled": "it runs no solver",
         "Reversible": "it runs no solver",
@@ -73,7 +73,7 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 """{way of running: {option: why it is refused}}; a block's options are among the ways."""
 
-# Name of an option in the table: the attribute of a block or a plan, neither None nor False if the option is given.
+# Name of an option in the table: the attribute of a block or a plan, which is None or False if it is not given.
 _ATTRIBUTES = {
     "drop_converged": "drop_converged",
     "trace": "trace",

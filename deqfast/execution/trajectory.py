@@ -37,7 +37,7 @@ class Taps:
 def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
     """States that the forward solve of a plan gives to its cell at the evaluations `at`, and its Solution.
 
-    A sample that ends earlier gives its value in the Solution. This always runs the eager loop for whole batches,
+    A sample that ends earlier has its value of the Solution there. This always runs the eager loop for whole batches,
     because graphs and compiled code count no calls.
     """
     if not at:

@@ -87,7 +87,7 @@ def spread(vectors: Tensor) -> Tensor:
 def simplex_distance(product: Tensor, power: int = 1) -> Tensor:
     """||^P - s (I - 11^T / K)||_F of a product P (K, K) and s = 1 / sqrt(K - 1) to the `power`. NaN if K is 1.
 
-    The factors of P have norm 1: of another norm, fourth powers of their scale could overflow or underflow.
+    The factors of P have norm 1; otherwise fourth powers of their norm could overflow or underflow.
     """
     scale = (len(product) - 1) ** (-power / 2) if len(product) > 1 else torch.nan
     return torch.linalg.vector_norm(unit(product) - scale * simplex(product))

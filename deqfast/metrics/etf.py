@@ -20,7 +20,7 @@ class ETFClassifier(nn.Module):
         in_features: D, at least K - 1.
         num_classes: K, at least 2.
         scale: length of a row, more than 0.
-        seed: of the random Q. Another machine may make another weight of it.
+        seed: of the random Q. On another machine it may give another weight.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

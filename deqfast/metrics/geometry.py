@@ -10,7 +10,7 @@ global optima of cross-entropy with free features and a vanishing penalty of fea
 The distance of a matrix M, one row per class, to a target T is ||M M^T / ||M M^T||_F - T / ||T||_F||_F, between 0 and
 sqrt(2) for these positive semidefinite matrices. With equal sizes SELI is the simplex.
 
-The logits of a class mean h_k are W h_k + b. A softmax ignores what they have in common, so their mean is taken away.
+The logits of a class mean h_k are W h_k + b. A softmax ignores a constant added to all, so their mean is subtracted.
 All margins of the three targets are equal: their logits are C up to a factor. The distance of such logits Z (K, K) is
 ||Z / ||Z||_F - C / ||C||_F||_F, between 0 and 2. It includes the bias.
 
@@ -47,7 +47,7 @@ class VectorGeometry(NamedTuple):
 
     Attributes:
         simplex: distance of the Gram matrix, not centred, to the simplex.
-        simplex_centered: the same after the mean of the vectors has been taken away.
+        simplex_centered: the same after the mean of the vectors has been subtracted.
         orthogonal: distance of the Gram matrix, not centred, to the orthogonal frame of these class sizes.
         seli: distance of the Gram matrix, not centred, to SELI of these class sizes.
         equinorm: standard deviation of the centred vectors' lengths over their mean; 0 at the simplex.
@@ -100,8 +100,8 @@ def class_geometry(
 ) -> ClassGeometry:
     """Measure how near class means and classifier are to the simplex, an orthogonal frame and SELI.
 
-    Under imbalance the simplex is not the optimum: with features of a ReLU the orthogonal frame is, without it SELI.
-    Both depend on the class sizes. The module's docstring has the formulas. All is computed in float64. Classes
+    Under imbalance the simplex is not the optimum: for features of a ReLU it is the orthogonal frame, for others SELI.
+    Both depend on the class sizes. The module's docstring has the formulas. They are computed in float64. Classes
     without samples are dropped.
 
     Args:
@@ -170,7 +170,7 @@ def seli(sizes: Tensor, of_means: bool) -> Tensor:
 
 def gram_distance(vectors: Tensor, target: Tensor) -> Tensor:
     """||V V^T / ||V V^T||_F - T / ||T||_F||_F of vectors V (K, D) and a target T (K, K). NaN if either is zero."""
-    vectors = vectors / torch.linalg.vector_norm(vectors)  # lest its fourth powers overflow
+    vectors = vectors / torch.linalg.vector_norm(vectors)  # else fourth powers could overflow
     gram = vectors @ vectors.T
     norm: Callable[..., Tensor] = torch.linalg.vector_norm
     return norm(gram / norm(gram) - target / norm(target))
@@ -186,12 +186,12 @@ def _logit_distance(means: Tensor, weight: Tensor, bias: Tensor | None) -> float
 
 
 def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> VectorGeometry:
-    """Of vectors (K, D); large: mask (K,) of the majority."""
+    """``VectorGeometry`` of vectors (K, D); large: mask (K,) of the majority."""
     count = len(vectors)
     vectors = vectors / (vectors.abs().amax() if count > 1 else math.nan)
     centred = vectors - vectors.mean(0)
     lengths = torch.linalg.vector_norm(centred, dim=1)
-    # Of equal vectors nothing centred is defined: what is left is rounding.
+    # Centred equal vectors are only rounding errors, so the centred measures are not defined.
     centred = torch.where(lengths.amax() > _ROUNDING * count, centred, math.nan)
     lengths = torch.linalg.vector_norm(centred, dim=1)
     between, angles = (cosines(one) for one in (vectors, centred))

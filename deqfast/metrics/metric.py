@@ -37,19 +37,19 @@ class NeuralCollapse(Metric):
     ``update(features, labels)`` per batch, ``compute()`` for the ``NCResult`` over all batches (and all processes),
     ``reset()``. The result equals ``neural_collapse`` on all batches concatenated.
 
-    By default the state is the list of feature and label batches, copied (a buffer may be reused) and kept in their
-    dtype. It takes N x D memory, twice that during ``compute``, and all of it on every process after a distributed
-    sync. With ``streaming=True`` the state is a count and a mean per class, and one D x D within-class scatter, in
-    float64. Each batch is centred on its own class means before any product. Memory does not grow with N. NC4 needs the
-    samples, and is None, except in the convention "zhu".
+    By default the state is a list of copies of the feature and label batches, in their dtypes. It takes N x D memory,
+    twice that during ``compute``, and all of it on every process after a distributed sync. With ``streaming=True`` the
+    state is a count and a mean per class, and one D x D within-class scatter, in float64. Each batch is centred on its
+    own class means before any product. Memory does not grow with N. NC4 needs the samples, and is None, except in the
+    convention "zhu".
 
     Processes without samples may take part in a distributed sync. A clone or a pickle copies the classifier.
 
     Args:
         num_classes: number of classes; labels are in [0, num_classes).
-        classifier_weight: (num_classes, D) tensor, or a module with such a ``weight``, which every ``compute`` reads,
-            or None. Can be set later as an attribute. The metric does not register it as a parameter or a state. It
-            may be on another device.
+        classifier_weight: (num_classes, D) tensor, or a module with such a ``weight``, or None. Every ``compute`` reads
+            it; it can be set later as an attribute. The metric does not register it as a parameter or a state. It may
+            be on another device.
         rtol: as in ``neural_collapse``.
         center: as in ``neural_collapse``.
         streaming: keep moments instead of features.
@@ -61,13 +61,13 @@ class NeuralCollapse(Metric):
             bias of a module given as ``classifier_weight`` is not read: give the module here too.
         convention: as in ``neural_collapse``.
         per_class: as in ``neural_collapse``. Not with ``streaming=True``, which keeps one scatter for all classes.
-        **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` is False by default, as the classifier may change.
+        **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` defaults to False: the classifier may change.
 
     Raises:
         TypeError: an argument or a batch has another type or dtype than ``neural_collapse`` takes.
         ValueError: an argument or a batch is out of range; ``compute`` without samples. Labels out of range raise in
             ``update`` when streaming (it waits for the device), else in ``compute``.
-        RuntimeError: ``kernel`` is not available, at the same places.
+        RuntimeError: ``kernel`` is not available; raised at the same places.
 
     Examples:
         >>> classifier = torch.nn.Linear(64, 10)

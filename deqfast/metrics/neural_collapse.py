@@ -62,20 +62,20 @@ class NCResult(NamedTuple):
         nc2: distance of the normalised Gram matrix of the class means from the simplex, target of unit norm
             (a = 1/sqrt(K - 1)), class means not centred. NaN with one class, or when all class means are zero.
         nc2_paper: the same with a = 1/(K - 1) as the paper prints it; never below 1 - 1/sqrt(K - 1).
-        nc2_centered: that ``nc2`` of the centred class means; NaN when ``rank`` is 0, as is ``nc3_centered``.
+        nc2_centered: the ``nc2`` of "sun" with centred class means; NaN when ``rank`` is 0, as ``nc3_centered``.
         nc3: distance of the normalised classifier from the normalised class means; None without a classifier.
-        nc3_centered: that ``nc3`` of the centred class means. The classifier is not centred; None without one.
+        nc3_centered: the ``nc3`` of "sun" with centred class means. The classifier is not centred; None without one.
         nc4: share of the samples on which the classifier agrees with the nearest class mean; None without a classifier,
             and when the samples were not kept (``streaming=True``), except in "zhu".
         num_classes: K, the number of classes with at least one sample kept.
         excluded: rows left out because a feature was not finite.
         geometry: how near class means and classifier are to what the class sizes predict, see
-            ``metrics.class_geometry``; None unless it was asked for, and without a finite row. ``cdnv`` is None when
-            the samples were not kept.
+            ``metrics.class_geometry``; None if it was not requested or no row is finite. ``cdnv`` is None when the
+            samples were not kept.
         convention: which paper's ``nc2``, ``nc3`` and ``nc4`` these are.
         nc1_per_class: NC1 of each class by its label, tr(Sigma_k Sigma_B^+) / K with the covariance Sigma_k of class k.
-            Their mean, weighted by the class sizes, is ``nc1``. NaN for a class without samples; None unless it was
-            asked for.
+            Their mean, weighted by the class sizes, is ``nc1``. NaN for a class without samples; None if it was not
+            requested.
         nc2_means: the whole NC2 of "papyan", of the centred class means; None in another convention.
         nc2_classifier: the same of the rows of the classifier, not centred; also None without one.
     """
@@ -115,9 +115,9 @@ def neural_collapse(
 ) -> NCResult:
     """Measure NC1-NC4 of ``features`` as Sun & Shi define them, or as another paper does.
 
-    Classes without samples are dropped, with their rows of ``classifier_weight``: K is the number of classes seen, and
-    both rules that NC4 compares choose among these. Ties go to the lowest index. Rows with a non-finite feature are
-    left out and counted. No gradient is recorded.
+    Classes without samples are dropped, with their rows of ``classifier_weight``: K counts the others, and both rules
+    that NC4 compares choose among these. Ties go to the lowest index. Rows with a non-finite feature are left out and
+    counted. No gradient is recorded.
 
     The kernels cpp and torch compute in float64 for every dtype of the features, triton and cuda for float64 features.
     For other dtypes, triton and cuda form differences, sums of up to 256 rows and projections in float32; all else is
@@ -146,7 +146,7 @@ def neural_collapse(
         classifier_weight: (num_classes, D), a dtype and the device as above. Without it NC3 and NC4 are None.
         num_classes: number of classes; None takes the rows of ``classifier_weight``, else the largest label plus one.
         rtol: singular values of the centred class means up to ``rtol`` times the largest count as 0, in [0, 0.99]. For
-            means that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the
+            means that nearly coincide it decides the result: see ``rank`` and ``condition``. None is 16 eps of the
             dtype of ``features``; of float32 for float16 and bfloat16, whose roundings average out in the means.
             Singular values within the float64 rounding of the means are never kept.
         center: c, "class-means" for the mean of the class means or "samples" for the mean over all samples. They differ
@@ -217,7 +217,7 @@ def neural_collapse(
 
 
 def geometry_of(stats: ClassMeans, classifier: Classifier | None, traces: Tensor | None = None) -> ClassGeometry:
-    """``class_geometry`` of what the metrics have."""
+    """``class_geometry`` of the metrics' statistics."""
     weight, bias = (None, None) if classifier is None else classifier
     return class_geometry(stats.means, stats.counts, weight, traces, classifier_bias=bias)
 

@@ -57,7 +57,7 @@ def release_memory() -> None:
 
 
 def empty_products(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory, in ordinary pages, for the products of a history's pairs: a short solve touches few pages.
+    """Uninitialised memory for the products of a history's pairs, in ordinary pages, of which a short solve uses few.
 
     In an export it is zeros, which stand for pairs that change nothing.
     """

@@ -14,7 +14,7 @@ _BY_NAME = {kind.__name__.lower(): kind for kind in SOLVERS}
 
 
 def as_solver(solver: str | Solver) -> Solver:
-    """Return the solver itself, or the solver with default settings that a name stands for.
+    """Return the solver itself, or the solver of that name with default settings.
 
     Raises:
         ValueError: `solver` is neither, nor "picard", "anderson", "broyden" or "auto".

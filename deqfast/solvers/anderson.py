@@ -19,14 +19,14 @@ from .multisecant import Multisecant
 class MixedState(State):
     """State of a solve with a `mixing_fn`.
 
-    The target of an iterate is where it would go by itself. `joint` (B, E + D) is the error and the target of the last
-    iterate. Pair i, in slot i mod M of `pairs` (B, M, E + D), is the change of both from iterate i to the next. `gram`
-    has the products of their errors, as in ``multisecant_step``. Errors are in a `unit` (B, 1) of each sample, so that
-    their squares are in the range of the dtype: a power of two, which changes no bits of the weights.
+    The target of an iterate is the next one without a history. `joint` (B, E + D) is the error and the target of the
+    last iterate. Pair i, in slot i mod M of `pairs` (B, M, E + D), is the change of both from iterate i to the next.
+    `gram` has the products of their errors, as in ``multisecant_step``. Errors are in a `unit` (B, 1) of each sample,
+    so that their squares are in the range of the dtype: a power of two, which changes no bits of the weights.
     """
 
     slots: int = field(kw_only=True)  # M
-    joint: Tensor | None = None  # as the other three, known after the first evaluation, which tells E
+    joint: Tensor | None = None  # None, as the other three, until the first evaluation shows E
     unit: Tensor | None = None
     pairs: Tensor | None = None
     gram: Tensor | None = None
@@ -80,7 +80,7 @@ class Anderson(Multisecant):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        min_iter: calls of f before which no sample converges, from 1 to max_iter; see ``Solver``.
+        min_iter: first call of f at which a sample can converge, from 1 to max_iter; see ``Solver``.
         history_size: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
         kind: "II" or "I".
         relaxation: weight of the residual in the step, in ]0, 2].
@@ -88,14 +88,14 @@ class Anderson(Multisecant):
             the scale of z; in [0, 1].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
         mixing_fn: (error, proposal) = mixing_fn(z, fz), called after every evaluation but the last of max_iter, without
-            gradient. The error e, a tensor (N, ...) with as many rows as z, takes the place of f(z) - z; all calls give
-            it the same shape of a row, and it is cast to the dtype of the solve. The proposal p, a tree like z, takes
-            the place of f(z). The next iterate is sum c_i p_i, whose weights minimise |sum c_i e_i| and have the sum 1.
+            gradient. The error e, a tensor (N, ...) with as many rows as z, takes the place of f(z) - z; its rows have
+            the same shape in all calls, and it is cast to the dtype of the solve. The proposal p, a tree like z, takes
+            the place of f(z). The next iterate is sum c_i p_i, where the weights c_i of sum 1 minimise |sum c_i e_i|.
             With `relaxation` r, z_i + r (p_i - z_i) replaces p_i. A commutator as e gives CDIIS (Pulay, J. Comput.
             Chem. 3 (1982)). For a preconditioner P, p is z + P (fz - z). Samples still stop by f(z) - z. z and fz are
             the solver's memory: the function must neither modify them nor keep them. Only for kind "II" and
             history_dtype None. With `drop_converged` it is called as mixing_fn(z, fz, rows), as f is. `trajectory` and
-            `diagnose` leave `drop_converged` out: give `rows` the default None.
+            `diagnose` do not pass rows: give `rows` the default None.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

@@ -29,7 +29,7 @@ class Cohort:
         start: evaluations before this stage.
         state: state of the stage's solver; it shares z, best, residual and progress with the whole solve.
         members: mask (B,).
-        begun: rows OF_THE_SOLVE of the progress before, (3, B).
+        begun: rows OF_THE_SOLVE of the progress before this stage, (3, B).
         used: evaluations of each sample before this stage, (B,) int32.
     """
 
@@ -84,7 +84,7 @@ class Auto(Solver):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        min_iter: 1, as a sample may wait for its next stage, and then makes fewer evaluations than the solve.
+        min_iter: 1, because a sample that waits for its next stage makes fewer evaluations than the solve.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

@@ -101,8 +101,8 @@ class State:
 class Solver(ChecksKeywords):
     """Base of the solvers: frozen hyper-parameters; a subclass defines ``init`` and ``advance``.
 
-    With g = f(z) - z and g0 = f(z0) - z0, a sample has converged if |g| <= atol + rtol |f(z)| and it has not run away.
-    The latter is one of two conditions:
+    With g = f(z) - z and g0 = f(z0) - z0, a sample has converged if |g| <= atol + rtol |f(z)| and it has not run away,
+    which means one of these:
 
     - |f(z)| <= 2 max(|f(z0)|, |g0|) and |g| <= |g0|;
     - |g| + eps |f(z)| <= max(atol, c |g0|), with c = min(0.1, 100 rtol), or min(0.1, 100 atol) if rtol is 0.
@@ -115,12 +115,12 @@ class Solver(ChecksKeywords):
         atol: absolute tolerance, for fixed points at or near zero. If rtol is 0, it is positive, else at least 0 and at
             most 1e20 rtol.
         norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.
-        min_iter: calls of f before which no sample converges or stalls, from 1 to max_iter. From then on each iterate
-            is judged by itself: one that met the tolerance earlier does not count. The value of a sample that then
-            does not converge is still its best iterate, which may be an earlier one.
+        min_iter: first call of f at which a sample can converge or stall, from 1 to max_iter. From then on each iterate
+            is judged by itself: an earlier one that met the tolerance does not count. The value of a sample that does
+            not converge is its best iterate, which may be an earlier one.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, naming it.
+        TypeError, ValueError: an argument is not as above. The text names it.
     """
 
     rtol: float = 1e-3
@@ -154,12 +154,12 @@ class Solver(ChecksKeywords):
 
     @property
     def is_absolute(self) -> bool:
-        """Whether rtol is 0, so that the residual is |f(z) - z|."""
+        """True if rtol is 0: the residual is then |f(z) - z|."""
         return self.rtol == 0
 
     @property
     def offset(self) -> float:
-        """What is added to |f(z)| in the relative residual."""
+        """Summand of |f(z)| in the relative residual."""
         return 0.0 if self.is_absolute else self.atol / self.rtol
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
@@ -174,7 +174,7 @@ class Solver(ChecksKeywords):
 
     @property
     def patience(self) -> int:
-        """Evaluations between two checks whether to ``resume`` samples; 0: it never resumes any."""
+        """Evaluations between two checks whether to ``resume`` samples; 0: no checks."""
         return 0
 
     def resume(self, state: State, k: int, max_iter: int) -> int:

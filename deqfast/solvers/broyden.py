@@ -44,7 +44,7 @@ class Broyden(Multisecant):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        min_iter: calls of f before which no sample converges, from 1 to max_iter; see ``Solver``.
+        min_iter: first call of f at which a sample can converge, from 1 to max_iter; see ``Solver``.
         history_size: pairs kept, which bounds the memory of a solve: at least 1, at most 32 on triton and cuda. None:
             max_iter, or 32 on triton and cuda. A full window slides, as if Broyden began at -I with its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.

@@ -116,8 +116,8 @@ class Multisecant(Solver):
         """Estimate of (I - J^T)^-1 v for v (B, D), where J is the Jacobian of f at the solution of a finished solve.
 
         The estimate is -H^T v. By the secant equations H is the inverse of the Jacobian of f(z) - z, whatever the
-        length of the step. No step follows a sample's last value of f. Its last step therefore belongs to no pair, but
-        occupies the slot of the oldest pair.
+        length of the step. A sample takes no step after its last value of f. Its last step therefore belongs to no
+        pair, but occupies the slot of the oldest pair.
         """
         assert isinstance(state, MultisecantState)
         pairs = state.iterations - 2  # of values of f that a step followed

@@ -20,7 +20,7 @@ class Picard(Solver):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        min_iter: calls of f before which no sample converges, from 1 to max_iter; see ``Solver``.
+        min_iter: first call of f at which a sample can converge, from 1 to max_iter; see ``Solver``.
         relaxation: length of the step, in ]0, 2].
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rounding floors of f, whose precision the dtype of its value shows only in part."""
+"""Rounding floors of f. The dtype of f's value does not fully determine its precision."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _has_tf32(index: int | None) -> bool:
 def residual_floor(
     values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
 ) -> float:
-    """Return the relative residual that rounding by itself may leave.
+    """Return the relative residual that rounding may cause.
 
     Args:
         values: dtypes of f's values.
@@ -63,6 +63,6 @@ def residual_floor(
 def stall_floor(
     values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
 ) -> float:
-    """``residual_floor`` if f runs in less than float32, below which a residual without gain is a stall; else 0."""
+    """``residual_floor`` if f is less precise than float32, else 0. Below it, a residual without gain is a stall."""
     floor = residual_floor(values, states, device, products_eps)
     return floor if floor > _UNITS_OF_VALUES * torch.finfo(torch.float32).eps else 0.0

@@ -1,4 +1,4 @@
-"""Samples of several rows: which rows of a batch are judged, accelerated and frozen together."""
+"""Samples of several rows, which are judged, accelerated and frozen together."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
 
 
 class Groups:
-    """Map between the rows of a batch and its samples, to be made once and used in many calls.
+    """Map between the rows of a batch and its samples; made once and used in many calls.
 
-    If a call is given a tensor instead, it makes the map again and waits for the device three times. The solvers get
-    one row per sample, as long as the longest sample; shorter ones are padded with zeros, which stay zero.
+    A call that gets a tensor instead makes the map again, and waits for the device three times. The solvers get one row
+    per sample, as long as the longest sample; shorter ones are padded with zeros, which stay zero.
 
     Args:
         groups: (N,) integers, the sample that each row belongs to, from 0; or "batch" for one sample of all rows.

@@ -176,7 +176,7 @@ class Packing:
         return packing
 
     def _note_rows(self) -> None:
-        """Note whether the state equals its rows, as most do: this is tested twice in every iteration."""
+        """Note whether the state equals its rows, as usual: every iteration tests this twice."""
         first, converts = self.leaves[0], self.factors is not None or self.groups is not None
         self.is_rows = self.is_tensor and not converts and first.is_rows and first.dtype == self.dtype
 
@@ -320,7 +320,7 @@ def versions(tree: Any) -> int | list[int]:
 
 
 def kept(rows: Tensor) -> Tensor:
-    """Rows of f's value that a callback cannot change: a copy of those whose writes torch does not count."""
+    """Rows of f's value that a callback cannot change: a copy if torch does not count writes to them."""
     return rows.clone() if rows.is_inference() else rows
 
 

@@ -10,8 +10,8 @@ from ..torch_internals.dynamo import is_exporting
 class PreviousValue:
     """Previous value of f, kept without a copy unless f writes all its values to one buffer.
 
-    The second call shows whether f does. The first value is therefore copied, and its own memory stays in use until
-    then, so that it is not handed out again.
+    The second call shows whether f does. Until then the first value is copied, and its own memory stays in use, so that
+    torch does not reuse it.
     """
 
     def __init__(self) -> None:

@@ -98,7 +98,8 @@ def with_stand_ins(z: Any, x: Any, broken: Tensor, declared: Any = None) -> tupl
         if mark is False:
             return leaf
         row = leaf.index_select(0, donor)
-        # If a leaf may be a weight, replace only rows of broken samples that are not finite: a weight breaks them all.
+        # If a leaf may be a weight, replace only rows of broken samples that are not finite: a weight breaks all
+        # samples.
         gone = broken if mark else broken & ~torch.isfinite(leaf).all(dim=1)
         return torch.where(per_row(gone, leaf), torch.where(healthy.any(), row, torch.zeros_like(row)), leaf)
 

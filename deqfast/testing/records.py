@@ -1,4 +1,4 @@
-"""What benchmarks and studies share for writing records: atomic files, the name of the CPU, the commit."""
+"""Helpers of benchmarks and studies for writing records: atomic files, the name of the CPU, the commit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def processor() -> str:
-    """The name of the CPU: from Linux, for the first one, else from Python, which knows less."""
+    """Name of the CPU: from Linux, for the first one, else from Python, which is less precise."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(filter(None, names), platform.processor() or platform.machine())
 
 
 def tool(*command: str) -> str:
-    """What a command prints; "" if it cannot be run or fails."""
+    """Output of a command; "" if it cannot be run or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -23,7 +23,7 @@ Gradients = list[Tensor | None]
 
 
 _states = WeakTensorKeyDictionary()
-"""Leaves that replace the state of an evaluation, so that no gradient leaves a block inside of another's cell."""
+"""Leaves that replace the state of an evaluation, so that no gradient leaves a block within another block's cell."""
 
 
 def in_order_of(z: Any, value: Any) -> list[Tensor]:
@@ -80,7 +80,7 @@ def present_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
 def vjp(
     outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], retain_graph: bool = True, **options: Any
 ) -> Gradients:
-    """Vector-Jacobian product, None for an unused input. Hooks of inputs are not called: this is only a part."""
+    """Vector-Jacobian product, None for an unused input. Hooks of inputs are not called: it is only a part."""
     attached = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     if not attached:
         return [None] * len(inputs)
@@ -89,7 +89,7 @@ def vjp(
     with _no_hooks(hooks) if hooks else nullcontext():
         if options or any(y.shape != g.shape for y, g in zip(values, given, strict=True)):
             found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
-        else:  # skips checks that take as long as the product with a small cell
+        else:  # skips checks that take as long as a product of a small cell
             found = _engine_run_backward(
                 tuple(values), tuple(given), retain_graph, False, tuple(inputs), True, accumulate_grad=False
             )
@@ -106,7 +106,7 @@ def product(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], **
 def for_products(cell: Any) -> Iterator[None]:
     """Context that records a graph for several products, and then a gradient.
 
-    Backward hooks of the cell's modules see only the gradient. Saved tensors bypass the surrounding hooks, because
+    Backward hooks of the cell's modules run only for the gradient. Saved tensors bypass the surrounding hooks, because
     those of a checkpoint would compute them again for each product. Without such hooks none are set, because torch.func
     in a cell refuses them.
     """
@@ -125,7 +125,7 @@ def _no_hooks(hooks: list[Any]) -> Iterator[None]:
 
 class _OfThread(threading.local):
     takes_part = False  # this thread computes a part of a tensor's gradient, which the tensor's hooks must not see
-    multiplies = False  # this thread computes a product on the way to a gradient, which hooks of modules must not see
+    multiplies = False  # this thread computes a product for a gradient, which hooks of modules must not see
 
 
 _thread, _hooks_lock = _OfThread(), threading.Lock()
@@ -133,7 +133,7 @@ _thread, _hooks_lock = _OfThread(), threading.Lock()
 
 @contextmanager
 def _finds(what: str) -> Iterator[None]:
-    """Context in which this thread computes `what`, so that hooks that must not see it are not called."""
+    """Context in which this thread computes `what`; hooks that must not see it are not called."""
     before = getattr(_thread, what)
     setattr(_thread, what, True)
     try:
@@ -198,7 +198,7 @@ def kept(saved: tuple[Tensor, int]) -> Tensor:
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward pass of this thread keeps its graph, as retain_graph=True asks."""
+    """Return whether the backward pass of this thread keeps its graph (retain_graph=True)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 

@@ -30,7 +30,7 @@ def is_tracing() -> bool:
 
 
 def outside_exports(mode: AbstractContextManager) -> AbstractContextManager:
-    """Return `mode`, such as no_grad; a null context in an export, which torch 2.15 could not load in parts."""
+    """Return `mode`, such as no_grad; in an export a null context, because torch 2.15 could not load one in parts."""
     return nullcontext() if is_exporting() else mode
 
 
@@ -56,7 +56,7 @@ _lock, _inside, _stance = threading.Lock(), 0, ExitStack()
 def constant_in_traces(f: Callable[..., Result]) -> Callable[..., Result]:
     """Return `f`, which a trace runs untraced, with its result as a constant.
 
-    ``torch.compiler.assume_constant_result``, which does the same, imports dynamo, which takes seconds.
+    ``torch.compiler.assume_constant_result`` does the same, but imports dynamo, which takes seconds.
     """
     vars(f)["_dynamo_marked_constant"] = True
     return f
@@ -83,7 +83,7 @@ def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
 
 @functools.cache
 def _disabled() -> Callable[..., Any]:
-    """Function that calls another one untraced. Made once, because that takes longer than a step of a small solve."""
+    """Function that calls another one untraced. Made once: making it takes longer than a step of a small solve."""
     return torch.compiler.disable(lambda f, *arguments: f(*arguments))
 
 
@@ -162,8 +162,8 @@ class Codes:
     def _called(self, key: Any, arguments: tuple[Any, ...]) -> Any:
         config: Any = torch._dynamo.config
         before = config.specialize_float, config.skip_nnmodule_hook_guards
-        # A loop's body takes no number that varies; hooks may come and go. ``config.patch`` would take a tenth of the
-        # time of a small solve.
+        # A loop's body takes no number that varies; hooks may change. ``config.patch`` would take a tenth of a small
+        # solve's time.
         config.specialize_float, config.skip_nnmodule_hook_guards = True, False
         try:
             return self._codes[key](*arguments)
@@ -174,7 +174,7 @@ class Codes:
             config.specialize_float, config.skip_nnmodule_hook_guards = before
 
     def _renew(self, key: Any) -> None:
-        # By code and name, torch counts recompilations and learns which sizes change.
+        # torch counts recompilations, and learns which sizes change, by code and name.
         code = self._function.__code__.replace(co_name=f"{self._function.__name__}_{next(_numbers)}")
         own = types.FunctionType(code, self._function.__globals__, argdefs=self._function.__defaults__)
         options = self._options() if self._options else None

@@ -1,4 +1,4 @@
-"""torch's pytree, which has no public name in Python; a single tensor, as most states are, takes a short cut."""
+"""torch's pytree, which has no public name in Python, with a faster path for a single tensor, as most states are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors under torch.func, vmaps and forward-mode AD. Only this module looks at what they wrap.
+"""Tensors under torch.func, vmaps and forward-mode AD. Only this module unwraps them.
 
 torch has no public function for whether a tensor belongs to a transform, hence the names of ``torch._C``.
 """

@@ -128,8 +128,8 @@ def _holdable(modules: Iterable[nn.Module]) -> Iterator[None]:
 def hold_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Compute the weights of these modules of a cell once, with a graph if one is recorded, and keep them.
 
-    A value that the thread already keeps stays. Inside an activation checkpoint of the cell's own, the weights are
-    computed again, as they will be in the backward pass.
+    A value that the thread already keeps is not computed again. Inside of the cell's own activation checkpoint the
+    weights are computed again, as in the backward pass.
     """
     lists = [found for found in _parametrised(modules) if found[2] not in _thread.held]
     others = [module for module in modules if isinstance(module, OncePerSolve) and module not in _thread.held]
@@ -217,7 +217,7 @@ def next_node() -> int:
 
 
 def modules_of(cell: Any) -> list[nn.Module]:
-    """Return the modules of a cell, itself the first of them; none of another callable."""
+    """Return the modules of a cell, beginning with itself; none of another callable."""
     return list(cell.modules()) if isinstance(cell, nn.Module) else []
 
 

@@ -16,8 +16,8 @@ number keeps torch from merging the loops of two solves from one z0. The op's ta
 once for all calls.
 
 The schemas do not declare what the ops write to. Before 2.14, torch puts no op with declared writes into a loop, and
-2.14.1 fails on such a loop if the state is complex. The data flow fixes the order nevertheless: a step takes f of the
-iterate of the step before, and ``loop_end`` takes the truth value that the last step returned.
+2.14.1 fails on such a loop if the state is complex. The data flow still fixes the order: a step takes f of the previous
+step's iterate, and ``loop_end`` takes the truth value that the last step returned.
 """
 
 from __future__ import annotations

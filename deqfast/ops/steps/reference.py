@@ -48,7 +48,7 @@ def _is_sound(square: Tensor) -> Tensor:
     It must not have overflowed, and underflow of its terms must cost less than its rounding.
     """
     limits = torch.finfo(square.dtype)
-    # Not at least: ONNX rounds the limit of float64 to 0.
+    # Not >=: ONNX rounds the limit of float64 to 0.
     return (square > limits.tiny / limits.eps) & (square <= limits.max)
 
 
