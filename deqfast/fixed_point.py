@@ -119,7 +119,7 @@ def root(
     """Root z* of g(z*, *args) = 0, differentiable in `args` and in the parameters of g.
 
     It is the fixed point of f(z) = z + sign g(z), whose residual f(z) - z is sign g(z). The right sign depends on g.
-    Plain iteration needs the sign with which a step along it reduces |g|. Broyden and Anderson need it less.
+    Plain iteration needs the sign for which a step along sign g reduces |g|. Broyden and Anderson need it less.
 
     Args:
         g: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
