@@ -440,7 +440,7 @@ def costs(results: Results) -> str:
 
 
 def calls(results: Results) -> dict[str, str]:
-    """Least and largest share of torchdeq's time that a call of ``get_deq``'s layer takes, by solver."""
+    """Time per call of the layer of ``get_deq`` relative to torchdeq, least to largest, by solver."""
     shares: dict[str, list[float]] = {}
     for name, runs in results.cases("calls").items():
         shares.setdefault(name.partition("-")[0], []).extend(1 / row["gains"][PEER] for row in runs["get_deq"])

@@ -25,8 +25,8 @@ def write(experiments: Iterable[Experiment], preset: str, folder: Path, keep: bo
     prepare_out(folder / "figures")
     before = _sections((folder / "report.md").read_text()) if keep else {}
     parts = [part for experiment in experiments if (part := _part(experiment, preset, folder))]
-    template, shown = Path(__file__).with_name("separation.md"), {"title": TITLE, "preset": preset}
-    text = narrow(render(template, sources=SOURCES.items(), parts=parts, **shown))
+    template = Path(__file__).with_name("separation.md")
+    text = narrow(render(template, title=TITLE, preset=preset, sources=SOURCES.items(), parts=parts))
     if before:
         made = _sections(text)
         text = made.pop("") + "".join(part for title, part in {**before, **made}.items() if title)

@@ -191,8 +191,8 @@ def _weights(d: str, tasks: dict[str, list[Result]]) -> Comparison:
     apart = {task: fmean(log_ratios(*pair, lambda one: one.loss)) for task, pair in pairs.items()}
     judged = [task for task, pair in pairs.items() if _learnt(pair) and abs(apart[task]) <= COMPARABLE]
     losses = ", ".join(f"{10 ** apart[task]:.2f}" for task in judged)
-    basis = f"judged on {', '.join(judged)}, with losses of {losses} times the FNN's"
-    basis = basis if judged else _idle(pairs, ", or losses are not comparable,")
+    compared = f"judged on {', '.join(judged)}, with losses of {losses} times the FNN's"
+    basis = compared if judged else _idle(pairs, ", or losses are not comparable,")
     return Comparison(
         f"{d}: at comparable loss the DEQ's largest weight is below the FNN's",
         RECONSTRUCTION,

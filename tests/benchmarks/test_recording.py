@@ -83,3 +83,13 @@ def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_one_leaves_alo
     assert target.read_text() == "whole"
     part = record.read_record(tmp_path / "suite.json.part")
     assert part["rows"] and part["remark"] == "the run did not come to its end"
+
+
+def test_a_recorded_command_names_what_limits_the_threads(monkeypatch):
+    monkeypatch.setattr(record.os, "cpu_count", lambda: 4)
+    for cores, threads, limits in (({0, 1, 2, 3}, None, ""), ({2, 3}, "1", "OMP_NUM_THREADS=1 taskset -c 2,3 ")):
+        monkeypatch.setattr(record.os, "sched_getaffinity", lambda _, cores=cores: cores)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        assert record.command(["/bin/python3", "-m", "pytest"]) == f"{limits}python -m pytest"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -360,3 +361,7 @@ def test_sections_are_written_again_from_records_and_others_stay(small, tmp_path
     path.write_text(text.replace("### Verdicts", "### Changed") + "\n## Kept\n\nAs it was.\n")
     assert separation.main([*arguments, "--experiment", "diagonal", "--report"]) == 0
     assert path.read_text() == text + "\n## Kept\n\nAs it was.\n"
+    record = next((path.parent / "diagonal").glob("*.json"))
+    record.write_text(re.sub(r'"torch": *"[^"]*"', '"torch": "9.9"', record.read_text()))
+    assert separation.main([*arguments, "--report"]) == 0
+    assert "1 of 1 units: 1 with torch 9.9 on " in path.read_text()
