@@ -20,12 +20,14 @@ from deqfast import (
     Anderson,
     Broyden,
     DEQBlock,
+    FCCell,
     Groups,
     Implicit,
     Picard,
     ResidualCell,
     Reversible,
     Status,
+    SubhomogeneousCell,
     Unrolled,
     fc_fixed_point,
     package_options,
@@ -477,6 +479,17 @@ class TestExport:
         assert sum(node.target is tanh for graph in graphs for node in graph.graph.nodes) == cells
         counts = [int(program.module()(x)[-1]) for x in (torch.full((2, 3), 1e6), torch.randn(9, 3))]
         assert counts[0] < counts[1] < 20
+
+    @pytest.mark.parametrize("kernel", ["auto", "cpp"])
+    @pytest.mark.filterwarnings("error:deqfast")
+    def test_each_of_several_blocks_is_one_loop(self, kernel):
+        cells = [FCCell(3, 3), SubhomogeneousCell(3, 3), FCCell(3, 3)]
+        model = nn.Sequential(*(DEQBlock(cell, Picard(max_iter=3), kernel=kernel, warn=False) for cell in cells))
+        program = exported(model)
+        loops = [node for node in program.graph.nodes if node.target is torch.ops.higher_order.while_loop]
+        assert len(loops) == len(cells)
+        x = torch.randn(4, 3)
+        assert_close(program.module()(x), model(x), rounding(torch.float32))
 
     @pytest.mark.parametrize("kernel", ["torch", "cpp"])
     def test_a_cell_that_no_loop_can_hold(self, kernel):

@@ -78,9 +78,10 @@ def iterate_in_graph(
     except Exception as error:
         _warn(error)
         return None
+    # Copies: the results of a loop must not be written to, and an offset that torch does not know keeps them out of the
+    # next loop.
     for name, tensor in zip(tensors, ended, strict=True):
-        setattr(state, name, tensor)
-    state.status = state.status.clone()  # a copy: the results of a loop must not be written to
+        setattr(state, name, tensor.clone())
     end(state.status, state.progress, solver.tol)
     return evaluations
 
