@@ -26,6 +26,7 @@ from nc_study.reporting.verdicts import (
     judge,
     precision_check,
     shown,
+    sign_flip,
     verdicts,
 )
 from scipy import stats
@@ -113,7 +114,7 @@ def verdict_of_each(group):
 
 def test_verdicts_and_findings_of_all_primary_runs(primary, monkeypatch):
     group = primary(lambda seed, arm: 2 + seed / 5)
-    better, nearer, where, sure, untested = findings([group])
+    better, nearer, where, sure, unclaimed, untested = findings([group])
     assert verdict_of_each(group) == dict.fromkeys(("A1", "A4", "A5", "N1", "N3", "N4"), SUPPORTED)
     # Three settings, each with the differences 2.0 and 2.2: standard error 0.0577, three degrees of freedom, t = 3.182.
     assert better.startswith("**Is the DEQ more accurate? Yes.**") and "Inconclusive" not in better
@@ -122,6 +123,9 @@ def test_verdicts_and_findings_of_all_primary_runs(primary, monkeypatch):
     assert nearer.count("Nearer than") == 3 and "centred NC2 -0.210 \\[-0.228, -0.192\\] (N3: supported)" in nearer
     assert "+2.10 \\[+0.83, +3.37\\] at (3,7) R = 10 (2 seeds); +2.10" in where
     assert "half-width of 0.18 points. A test finds a difference of 0.2 points" in sure
+    # Six differences of one sign: two of the 64 choices of signs are as far from 0, times six claims.
+    assert {one.signs for one in verdicts(group, CLAIMS)} == {6 * 2 / 64} and "flips signs" not in sure
+    assert "minority accuracy +2.10 \\[+1.92, +2.28\\] points" in unclaimed
     assert "for 17 of the 20 settings: cifar10 balanced, (3,7) R = 50" in untested and "cifar100 (all)" in untested
     assert facts([group])["conclusions"][0].endswith("the equilibrium does it.")
 
@@ -148,6 +152,12 @@ def test_what_stands_against_a_conclusion(primary, monkeypatch, checked, share, 
     monkeypatch.setattr("nc_study.reporting.report.precision_check", lambda groups: checked)
     said = facts([primary(lambda seed, arm: 2.0)])["obstacle"]
     assert said.endswith(cause) and bool(said) == bool(cause)
+
+
+def test_the_test_of_signs_is_exact():
+    """Of eight choices of signs of 1, 2 and 4 two are as far from 0 as 7, and six as far as 4 + 1 - 2."""
+    assert sign_flip([[1.0, 2.0, 4.0]]) == sign_flip([[-1.0], [-2.0], [-4.0]]) == 2 / 8
+    assert sign_flip([[1.0, -2.0, 4.0]]) == 6 / 8 and sign_flip([[0.0, 0.0]]) == 1
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.05 / 6])

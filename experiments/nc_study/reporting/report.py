@@ -12,7 +12,7 @@ from runs.style import png
 
 from ..figures import LABELS
 from ..paper import PAPER, TABLES
-from ..protocol import CLAIMS, PRECISION_POINTS, PRIMARY, TRIAL_SETTING, counts, tuning
+from ..protocol import CLAIMS, PRECISION_POINTS, PRIMARY, RECIPE_B, TRIAL_SETTING, counts, tuning
 from ..record import AVERAGED
 from . import tables
 from .document import TEMPLATES, Source, narrow, render, to_html
@@ -22,6 +22,7 @@ from .verdicts import ALPHA, OPEN, conclusions, precision_check, progress, shown
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
 DEQ = "deq-implicit"
+UNCLAIMED_PAIRS = (("explicit-norm", "explicit"), (DEQ, "explicit"), (DEQ, "explicit-norm"), (DEQ, "once"))
 SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 
 
@@ -76,6 +77,9 @@ def facts(groups: Sequence[Group]) -> dict[str, Any]:
         "judged": judged,
         "claims": {one.claim.name: one for one in judged},
         "unadjusted": [one for one in judged if one.verdict == OPEN and one.found and one.found.p_different <= ALPHA],
+        "by_signs": sorted((one for one in judged if one.signs <= ALPHA), key=lambda one: one.signs),
+        "pooled": tables.pooled_rows(main, UNCLAIMED_PAIRS) if judged and main else [],
+        "recipe": _recipe_of_the_explicit_network(),
         "levels": (ALPHA, ALPHA / len(CLAIMS)),
         "conclusions": conclusions({one.claim.name: one.verdict for one in judged}) if judged else [],
         "obstacle": _obstacle(solves, checked),
@@ -91,6 +95,16 @@ def facts(groups: Sequence[Group]) -> dict[str, Any]:
         "solved": {"main": solves, "jfb": solved(first.finished if first else [], "deq-jfb")},
         "printed": PAPER[TRIAL_SETTING]["explicit"].overall.mean,
     }
+
+
+def _recipe_of_the_explicit_network() -> dict[str, float]:
+    """Return accuracies of the trials with recipe B, and the DEQ's best, if the explicit network's best is recipe B."""
+    found = tuning()
+    if found.chosen["explicit"] != RECIPE_B:
+        return {}
+    at = {one.arm: one.overall for one in found.trials if one.values == RECIPE_B}
+    best = max(one.overall for one in found.trials if one.arm == DEQ and one.overall is not None)
+    return {"explicit": at["explicit"] or 0, "deq": at[DEQ] or 0, "deq_best": best}
 
 
 def solved(runs: Sequence[Run], arm: str) -> float | None:
@@ -129,7 +143,7 @@ def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
         "further": [{"recipe": group.recipe, **row} for row in tables.arm_rows(group, tables.FURTHER)],
         "solves": [row for row in tables.arm_rows(group, tables.SOLVES) if row["converged"] != tables.NOTHING],
         "geometry": list(tables.geometry_rows(group)),
-        "papers": {} if group.drawn else {name: list(tables.paper_rows(group, name)) for name in TABLES},
+        "papers": {} if group.drawn else {name: rows for name in TABLES if (rows := tables.run_rows(group, name))},
         "broken": broken,
         "training": sorted(run.result.network.curves["train_accuracy"][-1] or 0 for run in group.finished),
         "figures": figures,

@@ -15,7 +15,7 @@ from deqfast.metrics import ClassGeometry, class_geometry
 from ..config import Setting
 from ..figures import LABELS
 from ..paper import INCONSISTENT, PAPER, TABLES
-from ..protocol import FRESH, GRID, PRIMARY, TUNED, Tuning
+from ..protocol import FRESH, GRID, PRIMARY, TUNED, Claim, Tuning
 from ..record import COLLAPSE, GROUPS, LATE, NetworkResult, Number, Spread
 from ..rundir import RunDirectory
 from .runs import Group, Run, apart, identity
@@ -27,6 +27,7 @@ QUANTITIES |= {"NC2 centred": "nc2_centered", "NC3 centred": "nc3_centered"}
 """Columns of tables, and the quantity that each shows."""
 SHORT = ("overall", "minority", "NC1", "NC2 centred", "NC3 centred")
 ALL = ("overall", LATE["overall"], "majority", "minority", "training", *map(str.upper, COLLAPSE), *SHORT[-2:])
+UNCLAIMED = ("minority", "NC1", "NC2", "NC2 centred", "NC3", "NC3 centred")
 FURTHER = ("overall", "minority", "training", "NC2 centred", "converged")
 SOLVES = ("evaluations", "converged", "radius")
 BROKEN = 1.5  # times the loss of the epoch before
@@ -90,9 +91,20 @@ def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
             "verdict": one.verdict,
             "difference": one.shown,
             "p (Holm)": f"{one.p:.3f}",
+            "sign test, p (Holm)": f"{one.signs:.3f}",
             "last epochs": shown("", differences(group, late, PRIMARY)) if late.quantity else NOTHING,
             "fresh seeds": shown(claim.quantity, fresh) + (", the other way" if contradicts else ""),
         }
+
+
+def pooled_rows(group: Group, pairs: Sequence[tuple[str, str]]) -> list[Row]:
+    """Show how far each arm is from its control, over the settings of the claims, in quantities without a claim."""
+    rows: list[Row] = []
+    for arm, control in pairs:
+        claims = {name: Claim("", arm, control, QUANTITIES[name], "", "") for name in UNCLAIMED}
+        pooled = {name: shown(one.quantity, differences(group, one, PRIMARY)) for name, one in claims.items()}
+        rows.append({"arms": f"{LABELS[arm]} − {LABELS[control]}", **pooled})
+    return rows
 
 
 def paper_rows(group: Group, table: str) -> Iterator[Row]:
@@ -110,6 +122,11 @@ def paper_rows(group: Group, table: str) -> Iterator[Row]:
                 late = [one.quantity(LATE[quantity]) for one in group.networks(setting, arm).values()]
                 row[f"{name}, ours"] = f"{over_seeds(late)} ({len(late)})" if late else NOT_RUN
             yield row
+
+
+def run_rows(group: Group, table: str) -> list[Row]:
+    """Return the rows of a table of the paper whose settings have a run."""
+    return [row for row in paper_rows(group, table) if {row["explicit, ours"], row["DEQ, ours"]} != {NOT_RUN}]
 
 
 def same_values_rows(first: Group, groups: Sequence[Group]) -> Iterator[Row]:

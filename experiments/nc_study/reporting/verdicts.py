@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from scipy import optimize, stats
 
 from ..protocol import PRECISION_CHECK, PRIMARY, Block, Claim, counts
@@ -65,6 +66,14 @@ def estimate(settings: Sequence[Sequence[float]]) -> Estimate:
     freedom = total**2 / shares if shares else sum(len(one) - 1 for one in settings)
     mean = statistics.fmean(map(statistics.fmean, settings))
     return Estimate(mean, math.sqrt(total) / len(settings), freedom)
+
+
+def sign_flip(settings: Sequence[Sequence[float]]) -> float:
+    """The exact two-sided p-value of no difference: how often the mean over settings is as far from 0 if every seed's
+    difference may have either sign."""
+    shares = np.array([one / (len(seeds) * len(settings)) for seeds in settings for one in seeds])
+    found = stats.permutation_test((shares,), np.sum, permutation_type="samples", n_resamples=np.inf, vectorized=True)
+    return float(found.pvalue)
 
 
 def shown(quantity: str, settings: Sequence[Sequence[float]]) -> str:
@@ -131,13 +140,17 @@ def precision_check(groups: Sequence[Group]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a claim, the estimate that it rests on, its adjusted p-value of no difference, and it as text."""
+    """The verdict on a claim, the estimate that it rests on, its adjusted p-value of no difference, and it as text.
+
+    `signs`: the adjusted p-value of `sign_flip`, a test that was chosen after the results were known.
+    """
 
     claim: Claim
     verdict: str
     found: Estimate | None
     p: float
     shown: str
+    signs: float
 
 
 def verdicts(group: Group | None, claims: Sequence[Claim]) -> list[Judgement]:
@@ -150,9 +163,12 @@ def verdicts(group: Group | None, claims: Sequence[Claim]) -> list[Judgement]:
     found = [estimate(one) if all(len(seeds) > 1 for seeds in one) else None for one in measured]
     different = holm([one.p_different if one else 1.0 for one in found])
     equal = holm([one.p_equal(BANDS[claim.quantity]) if one else 1.0 for claim, one in zip(claims, found, strict=True)])
+    signs = holm([sign_flip(values) if one else 1.0 for values, one in zip(measured, found, strict=True)])
     return [
-        Judgement(claim, judge(claim.expected, one, *p) if one else OPEN, one, p[0], shown(claim.quantity, values))
-        for claim, values, one, *p in zip(claims, measured, found, different, equal, strict=True)
+        Judgement(
+            claim, judge(claim.expected, one, *p) if one else OPEN, one, p[0], shown(claim.quantity, values), sign
+        )
+        for claim, values, one, sign, *p in zip(claims, measured, found, signs, different, equal, strict=True)
     ]
 
 
