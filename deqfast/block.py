@@ -65,6 +65,9 @@ _COMBINED = {"solver", "eval_solver", "adjoint", "sync_every", "drop_converged",
 class DEQBlock(ChecksKeywords, nn.Module):
     """Deep equilibrium layer: solves z* = cell(z*, x), and differentiates z* in x and in the cell's parameters.
 
+    A sample is solved as a whole. If its cell is causal, as attention with a mask, later tokens still change earlier
+    positions, by about the tolerance.
+
     The start z0 is the argument of the call, else `init(x)`, else ``cell.initial_state(x)``, else zeros like x. A cell
     may have further hooks, see ``CellHooks``.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deqfast import Anderson, DEQBlock, Implicit, LinearCell, Status, solve
+from deqfast import Anderson, DEQBlock, Implicit, LinearCell, Picard, Status, solve
 from deqfast.testing import after_solve, amplification, assert_close, assert_same_solution, rounding
 
 
@@ -277,3 +277,32 @@ def test_wrong_settings_are_told():
             Anderson(mixing_fn=lambda z, fz: (fz - z, fz), **wrong)
     with pytest.raises(ValueError, match="no mixing_fn"):
         Implicit(Anderson(mixing_fn=lambda z, fz: (fz - z, fz)))
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["Picard", "Anderson"])
+def test_positions_as_samples_keep_a_causal_cell_causal(mixes, kernel, device):
+    """Earlier positions are independent of later tokens, to the bit if the kernel keeps samples apart to the bit."""
+    batch, length, width = 2, 6, 3
+    x = torch.randn(batch, length, width, dtype=torch.float64, device=device)
+    later = torch.cat([x[:, :3], torch.full_like(x[:, 3:], 1.5)], dim=1)
+    up_to = torch.ones(length, length, dtype=x.dtype, device=device).tril()[None, :, :, None]
+
+    def solved(tokens, flat):
+        def f(z):
+            z = z.view(batch, length, width)
+            past = torch.stack([z[:, : t + 1].sum(1) / (t + 1) for t in range(length)], dim=1)
+            return torch.sin(0.4 * z + 0.4 * past.flip(-1) + tokens).view(flat)
+
+        def errors(z, fz):
+            return (up_to * (fz - z).view(batch, 1, length, width)).reshape(batch * length, -1), fz
+
+        own = mixes and len(flat) == 2
+        solver = Anderson(1e-2, 30, mixing_fn=errors if own else None) if mixes else Picard(1e-2, 30)
+        solution = solve(f, torch.zeros(flat, dtype=x.dtype, device=device), solver, kernel)
+        assert (solution.status == Status.CONVERGED).all()
+        return solution.value.view(x.shape)[:, :3]
+
+    rows, sequences = (batch * length, width), tuple(x.shape)
+    gap = (solved(x, rows) - solved(later, rows)).abs().max()
+    assert gap <= (0 if kernel != "torch" else rounding(x.dtype) * length)
+    assert (solved(x, sequences) - solved(later, sequences)).abs().max() > 1e-4
