@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from nc_study import protocol
 from nc_study.config import ARMS, CLASSES, IMBALANCE, Settings, arm_options, shown_presets
 from nc_study.data import find_source
@@ -25,7 +24,7 @@ from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.scheduler import Task, hours_left, plan
 from nc_study.training import DIVERGED
 from runs.arguments import Parser
-from runs.files import prepare_out, write_atomically
+from runs.files import prepare_out, to_json, write_atomically
 from runs.options import Checked, SettingsError, StudyError, add_options, flag_of, option
 from runs.processes import run_all, tell_failed
 from runs.script import how_to_go_on, launched, told
@@ -81,8 +80,7 @@ class StudyOptions(Checked):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
     Ctrl-C or SIGTERM."""
-    options, tasks = parse(argv)
-    return told("study.py", lambda: run_study(options, tasks), how_to_go_on())
+    return told("study.py", lambda: run_study(*parse(argv)), how_to_go_on())
 
 
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
@@ -130,7 +128,7 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
     found = []
     for task in tasks:
         diverged = DIVERGED in failed.get(task, "")
-        if task.finished or diverged:
+        if diverged or (task.finished and task not in failed):
             values = {name: getattr(task.settings, name) for name in protocol.TUNED}
             overall = None if diverged else task.run.result.network.quantity("overall")
             found.append(protocol.Trial(task.settings.arm, **values, overall=overall))
@@ -138,8 +136,7 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
         if len(found) < len(protocol.tuning().trials):
             print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}, which has all, stays")
             return
-    content = msgspec.json.format(msgspec.json.encode(protocol.choose(found)))
-    write_atomically(protocol.TUNING, content + b"\n")
+    write_atomically(protocol.TUNING, to_json(protocol.choose(found), indented=True))
     print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}")
 
 

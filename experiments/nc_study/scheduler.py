@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from runs.options import StudyError, as_arguments
 from runs.processes import Run
+from runs.script import PARENT
 
 from .config import Setting, Settings, settings_from
 from .data import class_sizes
@@ -48,8 +50,8 @@ class Task(Run):
         with open(self.log, "wb") as log:
             return subprocess.Popen(
                 [sys.executable, *(launcher if self.processes > 1 else ()), script, *self.arguments],
-                env=environment | gpus_of(self.slot, self.processes),
-                stdin=subprocess.DEVNULL,
+                env=environment | gpus_of(self.slot, self.processes) | {PARENT: "1"},
+                stdin=_lifeline(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C reaches it only through this process
@@ -59,6 +61,7 @@ class Task(Run):
         """Reason why the run in the folder cannot continue with these settings; None if it can, or there is none."""
         try:
             self.run.check(self.settings)
+            _ = self.run.epochs
         except StudyError as error:
             return str(error)
         return None
@@ -103,6 +106,12 @@ def hours_left(tasks: Iterable[Task]) -> dict[Task, float]:
             passes += one.test_images * sum(is_tested(one, epoch) for epoch in left)
             hours[task] = (len(left) * images * step + passes * evaluation) / 3600
     return hours
+
+
+@cache
+def _lifeline() -> int:
+    """Pipe whose other end only this process holds, until it ends. A script sees that end, under torchrun too."""
+    return os.pipe()[0]
 
 
 def gpus_of(slot: int, processes: int) -> dict[str, str]:

@@ -65,5 +65,5 @@ def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, cut_off
     train(again)
     assert again.rows == whole.shown["log"]
     again.checkpoint.write_bytes(b"\x80damaged")
-    with pytest.raises(StudyError, match="cut-seed3.ckpt is damaged"):
+    with pytest.raises(StudyError, match="cut-seed3.ckpt cannot be read"):
         train(again)

@@ -240,10 +240,10 @@ PUZZLES = {  # message for a bad line after a good one
     EASY[:-1] + "1": "a.txt, line 2: .*another solution than the line says",
 }
 REFUSED = [
-    (graphs.Graphs, {}, {"data": "cora"}, "no such .npz file"),
+    (graphs.Graphs, {}, {"data": "cora"}, "cora.npz cannot be read"),
     (graphs.Graphs, {}, {"data": "cora", "data_root": None}, "--data-root, chains are made without it"),
     (graphs.Graphs, {}, {}, "--data-root, chains are made without it"),
-    (graphs.Graphs, cora(y=None), {"data": "cora"}, "y is not"),
+    (graphs.Graphs, cora(y=None), {"data": "cora"}, "cora.npz cannot be read .*y is not"),
     (graphs.Graphs, cora(edges=np.zeros((0, 2), int)), {"data": "cora"}, r"edges must be \(E, 2\) with E > 0"),
     (graphs.Graphs, cora(edges=np.array([[0, 99]])), {"data": "cora"}, "edges must join .* 0 to 5, not 0 and 99"),
     (images.Images, {}, {}, "cifar-10-batches-py"),
