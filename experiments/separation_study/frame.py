@@ -152,6 +152,8 @@ def of_records(folder: Path, preset: str, experiment: Experiment) -> Experiment:
         try:
             record = read_record(path, Record, REMEDY, FORMAT)
             with reading(path, REMEDY):
+                if str(record.unit) != path.stem:
+                    raise ValueError(f"it is of {record.unit}")
                 found.append((record.unit, msgspec.convert(record.sizes, type(experiment.sizes[preset]))))
         except Unreadable as error:
             print(f"left out: {error}", file=sys.stderr)

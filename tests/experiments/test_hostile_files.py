@@ -12,9 +12,8 @@ import zipfile
 import layer_peeled
 import numpy as np
 import pytest
-import separation
 import torch
-from models import frame, graphs, restoration, sudoku_puzzles, text
+from models import graphs, restoration, sudoku_puzzles, text
 from nc_study import moments
 from nc_study.protocol import Tuning
 from nc_study.reporting.runs import collect
@@ -23,7 +22,6 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from runs.files import Unreadable, read_arrays, read_record, to_json, write_arrays
 from runs.options import StudyError
-from runs.states import read_state, take_over, write_state
 from scipy.io import wavfile
 from separation_study import audio
 from study_helpers import made_up_epoch, made_up_settings, run_script
@@ -365,3 +363,11 @@ def test_data_files_are_read_or_named_in_a_line(name, tmp_path):
     path.mkdir()
     with pytest.raises(StudyError, match=name):
         read(path)
+
+
+@pytest.mark.parametrize("content", [b"", DEEP, b"[]", b"{}", b'{"format": null}', b'{"claims": [], "balanced": 3}'])
+def test_a_damaged_record_of_the_peeled_problems_is_named(content, tmp_path, capsys):
+    (tmp_path / "layer_peeled.json").write_bytes(content)
+    assert layer_peeled.main(["--report", "--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "layer_peeled.json cannot be read" in error and "without --report" in error and error.count("\n") == 1
