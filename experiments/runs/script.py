@@ -61,7 +61,7 @@ def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
     130 and the line `when_interrupted`.
 
     SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) act like Ctrl-C.
-    A closed pipe behind stdout becomes 141, as of a program that SIGPIPE ends; another failure of stdout a line and 1.
+    A closed pipe as stdout becomes 141, as of a program that SIGPIPE ends; another failure of stdout a line and 1.
     """
 
     def interrupt(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Damaged and hostile files are told in one line that names them, and take no other run with them."""
+"""Damaged and hostile files give one line that names them, and take no other run with them."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def with_text():
 
 
 def of_size(side):
-    """A BMP that claims to have so many pixels in a line and in a column."""
+    """A BMP that claims this number of lines and columns."""
     content = bytearray(picture("bmp"))
     content[18:26] = side.to_bytes(4, "little") * 2
     return bytes(content)

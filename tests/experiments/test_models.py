@@ -83,7 +83,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         *["explicit-parameters"] * (name == "sudoku"),
     )
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
-    frame.show(name, records, script.EXAMPLE.draw, tmp_path)
+    frame.show(name, records, frame.png(script.EXAMPLE.draw(records)), tmp_path)
     shown = capsys.readouterr().out
     assert all(f"| {arm} " in shown for arm in script.ARMS)
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
@@ -254,10 +254,10 @@ REFUSED = [
     (sudoku.Sudoku, {}, {"size": "9"}, r"folder of \*.txt"),
     *((sudoku.Sudoku, {"a.txt": f"{EASY}\n{line}\n".encode()}, {"size": "9"}, told) for line, told in PUZZLES.items()),
     (text.Text, {}, {}, "--data-root .*0 characters"),
-    (text.Text, {}, {"data_root": "it.txt"}, "--data-root .*No such file"),
+    (text.Text, {}, {"data_root": "it.txt"}, "it.txt cannot be read .No such file.*--data-root"),
     (text.Text, {"it.txt": b"ten chars."}, {"context": 16}, "--data-root .*10 characters; at least 340"),
     (text.Text, {"it.txt": b"\x89PNG\xff\xfe" * 1000}, {}, "--data-root .*UTF-8"),
-    (text.Text, {"it.txt": b"a\0" * 1000}, {}, "--data-root .*zero byte"),
+    (text.Text, {"it.txt": b"a\0" * 1000}, {}, "it.txt cannot be read .*zero byte.*--data-root"),
 ]
 
 

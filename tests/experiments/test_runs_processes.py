@@ -98,30 +98,7 @@ def test_a_run_that_does_not_end_when_asked_is_killed(monkeypatch):
     assert asked == ["terminate", "kill"]
 
 
-SLOW = """
-import os, sys, time
-from pathlib import Path
-from runs.processes import Run, run_all, tell_failed
-from runs.script import told
-
-class Slow(Run):
-    def measure(self):
-        with open(self.path.with_suffix(".begun"), "a") as file:
-            file.write(f"{os.getpid()}\\n")
-        while not (self.path.parent / "go").exists():
-            time.sleep(0.05)
-        with open(self.path, "a") as file:
-            file.write("done\\n")
-
-    def outcome(self):
-        return self.path.read_text()
-
-def work():
-    return tell_failed("slow.py", run_all([Slow(Path(sys.argv[1]) / f"{name}.json") for name in "ab"], 2))
-
-if __name__ == "__main__":
-    sys.exit(told("slow.py", work, ""))
-"""
+SLOW = str(Path(__file__).with_name("slow_runs.py"))
 
 
 def wait_for(condition):
@@ -149,9 +126,8 @@ def begun(folder, name):
 
 def test_workers_end_with_their_parent_and_no_run_has_two(tmp_path):
     """The parent is killed, and a worker that is stopped outlives it: only the other run is done again."""
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW)
-    parent = subprocess.Popen([sys.executable, script, tmp_path], env=environment(), stdout=subprocess.DEVNULL)
+    arguments = SLOW, str(tmp_path), "a", "b"
+    parent = subprocess.Popen([sys.executable, *arguments], env=environment(), stdout=subprocess.DEVNULL)
     a, b = (wait_for(lambda name=name: begun(tmp_path, name))[0] for name in "ab")
     os.kill(b, signal.SIGSTOP)
     parent.kill()
@@ -159,7 +135,7 @@ def test_workers_end_with_their_parent_and_no_run_has_two(tmp_path):
     wait_for(lambda: is_free(tmp_path, "a"))
     assert not is_free(tmp_path, "b")
     (tmp_path / "go").touch()
-    again = python(str(script), str(tmp_path))
+    again = python(*arguments)
     assert again.returncode == 1 and again.stderr.count("\n") == 1, again.stderr
     assert f"{tmp_path / 'b'}: another process is working on this run" in again.stderr
     assert (tmp_path / "a.json").read_text() == "done\n" and len(begun(tmp_path, "a")) == 2
@@ -174,7 +150,7 @@ def test_a_run_that_another_process_has_finished_is_not_done_again(tmp_path):
     run.work()
 
 
-def test_a_script_that_study_starts_ends_with_it(monkeypatch):
+def test_a_script_that_study_starts_ends_with_it(tmp_path, monkeypatch):
     """The other end of its stdin is the parent's; torchrun passes stdin on."""
     given = {}
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: given.update(options))
@@ -185,15 +161,13 @@ def test_a_script_that_study_starts_ends_with_it(monkeypatch):
     monkeypatch.undo()
     assert stat.S_ISFIFO(os.fstat(given["stdin"]).st_mode) and not os.get_inheritable(given["stdin"])
     ours, theirs = os.pipe()
-    waits = (
-        "import time; from runs.script import told; told('', lambda: print('on', flush=True) or time.sleep(300), '')"
-    )
-    command = [sys.executable, "-c", waits]
-    child = subprocess.Popen(command, env=environment() | {PARENT: given["env"][PARENT]}, stdin=ours, stdout=-1)
-    assert child.stdout.readline() == b"1\n" and child.poll() is None
+    command, watched = [sys.executable, SLOW, str(tmp_path), "a"], environment() | {PARENT: given["env"][PARENT]}
+    child = subprocess.Popen(command, env=watched, stdin=ours, stdout=subprocess.DEVNULL)
+    wait_for(lambda: begun(tmp_path, "a"))
+    assert child.poll() is None
     os.close(theirs)
     assert child.wait(60) == 1
-    child.stdout.close()
+    wait_for(lambda: is_free(tmp_path, "a"))
     os.close(ours)
 
 
