@@ -19,7 +19,6 @@ from typing import Any
 from nc_study import protocol
 from nc_study.config import ARMS, CLASSES, IMBALANCE, Settings, arm_options, shown_presets
 from nc_study.data import find_source
-from nc_study.models import choose_kernel
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.scheduler import Task, hours_left, plan
 from nc_study.training import DIVERGED
@@ -80,7 +79,8 @@ class StudyOptions(Checked):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
     Ctrl-C or SIGTERM."""
-    return told("study.py", lambda: run_study(*parse(argv)), how_to_go_on())
+    options, tasks = parse(argv)
+    return told("study.py", lambda: run_study(options, tasks), how_to_go_on())
 
 
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
@@ -105,9 +105,6 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
         tasks = plan(wanted(options, given), given, options.processes)
     except StudyError as error:
         parser.error(str(error))
-    kernel, obstacle = choose_kernel(given.get("kernel", "auto"), tasks[0].settings.device)
-    if obstacle:
-        print(f"kernel: {kernel}, for {obstacle}", flush=True)
     return options, tasks
 
 
@@ -142,6 +139,8 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
 
 def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     """Run the unfinished tasks, then report; return the exit status."""
+    if obstacle := tasks[0].obstacle:
+        print(f"kernel: {tasks[0].settings.kernel}, for {obstacle}", flush=True)
     if options.spread:
         tasks = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
     conflicts = {task: conflict for task in tasks if (conflict := task.conflict())}

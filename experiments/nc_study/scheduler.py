@@ -27,10 +27,19 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 
 class Task(Run):
-    """One run of the study: its settings, command line, folder and number of processes."""
+    """One run of the study: its settings, command line, folder and number of processes; and why its kernel is not the
+    one that was asked for, or ""."""
 
-    def __init__(self, settings: Settings, arguments: tuple[str, ...], run: RunDirectory, processes: int = 1) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        arguments: tuple[str, ...],
+        run: RunDirectory,
+        processes: int = 1,
+        obstacle: str = "",
+    ) -> None:
         super().__init__(run.record)
+        self.obstacle = obstacle
         self.settings, self.arguments, self.run, self.processes = settings, arguments, run, processes
         self.log = run.path / "log.txt"
 
@@ -84,9 +93,10 @@ def plan(wanted: Iterable[Mapping[str, Any]], given: Mapping[str, Any], processe
     for one in wanted:
         ours = {"threads": 1, **given, **one, "resume": True}
         complete = settings_from(Setting(one["dataset"], one.get("majority")).study, **ours)
-        settings = replace(complete, kernel=choose_kernel(complete.kernel, complete.device)[0])
+        kernel, obstacle = choose_kernel(complete.kernel, complete.device)
+        settings = replace(complete, kernel=kernel)
         run = RunDirectory(Path(settings.out) / settings.run_name)
-        tasks.setdefault(run.path, Task(settings, tuple(as_arguments(ours)), run, processes))
+        tasks.setdefault(run.path, Task(settings, tuple(as_arguments(ours)), run, processes, obstacle))
     return list(tasks.values())
 
 
