@@ -14,9 +14,11 @@ from pathlib import Path
 from peeled.problem import Part
 from peeled.report import markdown
 from peeled.study import PeeledSettings, run
-from runs.files import prepare_out, read_record, to_json, write_atomically
+from runs.files import prepare_out, read_record, reading, to_json, write_atomically
 from runs.options import parsed
 from runs.script import told
+
+REMEDY = "run it without --report"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def study(settings: PeeledSettings, out: Path) -> int:
     """Solve, or with --report read earlier solutions; write the results, print them and return 0."""
     prepare_out(out)
-    if settings.report:
-        result: Part = read_record(out / "layer_peeled.json", dict, "run it without --report")
-    else:
-        result = run(settings)
-        write_atomically(out / "layer_peeled.json", to_json(result))
-    text = markdown(result)
-    write_atomically(out / "layer_peeled.md", text.encode())
-    print(f"{text}\nwritten: {out / 'layer_peeled.json'}, {out / 'layer_peeled.md'}")
+    record, page = out / "layer_peeled.json", out / "layer_peeled.md"
+    if not settings.report:
+        write_atomically(record, to_json(run(settings)))
+    result: Part = read_record(record, dict, REMEDY)
+    with reading(record, REMEDY):
+        text = markdown(result)
+    write_atomically(page, text)
+    print(f"{text}\nwritten: {record}, {page}")
     return 0
 
 

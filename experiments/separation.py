@@ -14,11 +14,11 @@ from pathlib import Path
 
 from runs.files import locked, prepare_out
 from runs.options import Checked, option, parsed
-from runs.processes import run_all, tell_failed
+from runs.processes import run_all, tell_failed, unreadable
 from runs.script import how_to_go_on, told
 from separation_study import audio, report, saliency
 from separation_study.diagonal import DIAGONAL
-from separation_study.frame import jobs_of, of_records
+from separation_study.frame import Job, jobs_of, of_records
 from separation_study.gotu import GOTU
 from separation_study.heatmap import HEATMAP
 from separation_study.sawtooth import SAWTOOTH
@@ -79,11 +79,10 @@ def study(options: Options) -> int:
         experiments["saliency"] = saliency.of_runs(Path(options.runs), Path(options.data_root))
     chosen = experiments.values() if options.experiment == "all" else [experiments[options.experiment]]
     jobs = [job for experiment in chosen for job in jobs_of(folder, experiment, options.preset)]
-    for job in jobs:
-        if job.finished:
-            job.outcome()  # an error now rather than after all the others
+    # Other sizes are an error now rather than after all the others.
+    failed = unreadable([job for job in jobs if job.finished], Job.outcome)
     with locked(folder):
-        failed = run_all(jobs, options.jobs)
+        failed |= run_all([job for job in jobs if job not in failed], options.jobs)
     # On all experiments, so that they can be run one by one; which recordings and runs there are, the options say.
     print(f"report: {report.write(experiments.values(), options.preset, folder)}")
     return tell_failed("separation.py", failed)

@@ -16,16 +16,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from nc_study import protocol
 from nc_study.config import ARMS, CLASSES, IMBALANCE, Settings, arm_options, shown_presets
 from nc_study.data import find_source
-from nc_study.models import choose_kernel
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.scheduler import Task, hours_left, plan
 from nc_study.training import DIVERGED
 from runs.arguments import Parser
-from runs.files import prepare_out, write_atomically
+from runs.files import prepare_out, to_json, write_atomically
 from runs.options import Checked, SettingsError, StudyError, add_options, flag_of, option
 from runs.processes import run_all, tell_failed
 from runs.script import how_to_go_on, launched, told
@@ -107,9 +105,6 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
         tasks = plan(wanted(options, given), given, options.processes)
     except StudyError as error:
         parser.error(str(error))
-    kernel, obstacle = choose_kernel(given.get("kernel", "auto"), tasks[0].settings.device)
-    if obstacle:
-        print(f"kernel: {kernel}, for {obstacle}", flush=True)
     return options, tasks
 
 
@@ -130,7 +125,7 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
     found = []
     for task in tasks:
         diverged = DIVERGED in failed.get(task, "")
-        if task.finished or diverged:
+        if diverged or (task.finished and task not in failed):
             values = {name: getattr(task.settings, name) for name in protocol.TUNED}
             overall = None if diverged else task.run.result.network.quantity("overall")
             found.append(protocol.Trial(task.settings.arm, **values, overall=overall))
@@ -138,13 +133,14 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
         if len(found) < len(protocol.tuning().trials):
             print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}, which has all, stays")
             return
-    content = msgspec.json.format(msgspec.json.encode(protocol.choose(found)))
-    write_atomically(protocol.TUNING, content + b"\n")
+    write_atomically(protocol.TUNING, to_json(protocol.choose(found), indented=True))
     print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}")
 
 
 def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     """Run the unfinished tasks, then report; return the exit status."""
+    if obstacle := tasks[0].obstacle:
+        print(f"kernel: {tasks[0].settings.kernel}, for {obstacle}", flush=True)
     if options.spread:
         tasks = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
     conflicts = {task: conflict for task in tasks if (conflict := task.conflict())}

@@ -35,7 +35,7 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     network = build(settings)
     if settings.model != "deq" or not (state := folder.restore()):
         raise StudyError(f"{run} holds no checkpoint of a DEQ")
-    network.load_state_dict(state["network"])
+    folder.take_over(state, network=network)
     data = load(find_source(settings.dataset, Path(settings.data_root)), settings, torch.device("cpu"))
     chosen = torch.linspace(0, len(data.test_images) - 1, batch).long()
     network.eval()

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+STALE_SECONDS = 3600.0  # no write takes that long
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the file atomically: a kill or a full disk leaves the old one. OSError if that fails."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Replace the file atomically: a kill or a full disk leaves the old one. OSError if that fails.
+
+    Several processes may write the same file: the last one counts. A kill leaves a temporary file next to it, which a
+    write an hour later removes.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+            written = os.fstat(file.fileno()).st_mtime  # of the folder's clock, as the times below
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
+    for entry in os.scandir(path.parent):
+        if entry.name.startswith(f"{path.name}.") and entry.name.endswith(".tmp"):
+            with suppress(OSError):  # another process has removed or renamed it
+                if entry.stat().st_mtime < written - STALE_SECONDS:
+                    os.unlink(entry)
 
 
 def processor() -> str:

@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
+from msgspec import Meta
 from nc_study.models import count_parameters
 from runs import processes
-from runs.files import check_same, locked, prepare_out, read_record, read_state, to_json, write_atomically, write_state
-from runs.options import Checked, SettingsError, StudyError, flag_of, option, parsed
+from runs.files import check_same, locked, prepare_out, read_record, reading, to_json, write_atomically
+from runs.options import Checked, SettingsError, flag_of, option, parsed
 from runs.provenance import Recorded, provenance
 from runs.script import how_to_go_on, told
+from runs.states import read_state, take_over, write_state
 from runs.style import png
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -81,6 +83,21 @@ class Record(Recorded):
     minutes: float
     peak_memory: int  # bytes, of the whole process
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.scores:
+            raise ValueError("there are no scores")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Entries that a checkpoint has in addition to the states of what is trained."""
+
+    step: Annotated[int, Meta(ge=1)]
+    minutes: float
+    log: list[dict[str, Any]]
+    options: dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -105,8 +122,12 @@ class Run(processes.Run):
 
     @property
     def record(self) -> Record:
-        """Record of the finished run. Raises StudyError if it cannot be read."""
-        return read_record(self.path, Record, REMEDY)
+        """Record of the finished run. Raises Unreadable if it is damaged, or of another run."""
+        found = read_record(self.path, Record, REMEDY)
+        with reading(self.path, REMEDY):
+            if (found.arm, found.seed) != (self.arm, self.seed):
+                raise ValueError(f"it is of {found.arm}, seed {found.seed}")
+        return found
 
     def outcome(self) -> str:
         """First score of the finished run. Raises StudyError if its record cannot be read."""
@@ -114,10 +135,11 @@ class Run(processes.Run):
         return f"{name} {score:.4g}"
 
     def check(self) -> None:
-        """Raise StudyError if the run was begun with other options, or is not to be resumed."""
+        """Raise StudyError if the run was begun with other options, or is not to be resumed; Unreadable if its record
+        or checkpoint is damaged."""
         if self.finished:
             before = self.record.options
-        elif state := read_state(self.checkpoint):
+        elif state := read_state(self.checkpoint, Progress):
             before = state["options"]
         else:
             return
@@ -175,13 +197,9 @@ class Run(processes.Run):
         write_state(self.checkpoint, state)
 
     def _restore(self, kept: Mapping[str, Any]) -> int:
-        if not (state := read_state(self.checkpoint)):
+        if not (state := read_state(self.checkpoint, Progress)):
             return 0
-        try:
-            for name, one in kept.items():
-                one.load_state_dict(state[name])
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise StudyError(f"{self.checkpoint} is of other code ({error}): {REMEDY}") from error
+        take_over(self.checkpoint, state, kept)
         self.minutes, self.rows = state["minutes"], state["log"]
         return int(state["step"])
 
@@ -218,13 +236,14 @@ def main(name: str, description: str | None, example: Example, argv: Sequence[st
         prepare_out(folder)
         example.check(options)
         runs = [Run(example.train, options, folder, arm, s) for s in range(options.seeds) for arm in options.chosen]
-        for run in runs:
-            run.check()
+        failed = processes.unreadable(runs, Run.check)
         with locked(folder):
-            failed = processes.run_all(runs, options.jobs)
-        if records := [run.record for run in runs if run not in failed]:
-            show(name, records, example.draw, folder)
-        return processes.tell_failed(script, failed)
+            failed |= processes.run_all([run for run in runs if run not in failed], options.jobs)
+        records = {run: run.record for run in runs if run not in failed}
+        figure, unfit = processes.made(records, lambda some: png(example.draw(some)))
+        if figure:
+            show(name, [record for run, record in records.items() if run not in unfit], figure, folder)
+        return processes.tell_failed(script, failed | unfit)
 
     return told(script, work, how_to_go_on("" if options.resume else " --resume"))
 
@@ -236,7 +255,7 @@ def table(records: Sequence[Record]) -> str:
         mine = [record for record in records if record.arm == arm]
         row: dict[str, Any] = {"arm": arm, "parameters": mine[0].parameters, "seeds": len(mine)}
         names = dict.fromkeys(name for record in mine for name in record.scores)
-        row |= {name: spread([record.scores[name] for record in mine]) for name in names}
+        row |= {name: spread([record.scores[name] for record in mine if name in record.scores]) for name in names}
         row |= {"minutes a run": spread([record.minutes for record in mine])}
         row |= {"peak MB": f"{max(record.peak_memory for record in mine) / 1e6:.0f}"}
         rows.append(row)
@@ -249,11 +268,11 @@ def spread(values: Sequence[float]) -> str:
     return f"{fmean(values):.4g}{among}"
 
 
-def show(name: str, records: Sequence[Record], draw: Callable[[Sequence[Record]], Figure], folder: Path) -> None:
+def show(name: str, records: Sequence[Record], figure: bytes, folder: Path) -> None:
     """Write the figure and the table, and print the table."""
     last = max(records, key=lambda record: record.finished)
     where = f"{last.machine.cpu}, a thread a run, torch {last.versions['torch']}"
     text = f"{table(records)}\n\n{last.data}; {where}; commit {last.commit}, {last.finished}\n"
-    write_atomically(folder / "table.md", text.encode())
-    write_atomically(folder / f"{name}.png", png(draw(records)))
+    write_atomically(folder / "table.md", text)
+    write_atomically(folder / f"{name}.png", figure)
     print(f"{text}\ntable:  {folder / 'table.md'}\nfigure: {folder / f'{name}.png'}")

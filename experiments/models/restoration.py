@@ -23,6 +23,7 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from runs import style
+from runs.files import reading
 from runs.options import StudyError, option
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
@@ -133,14 +134,17 @@ class Restorer(nn.Module):
 
 def read(folder: Path) -> list[Tensor]:
     """The images of a folder in grey, each (H, W) in [0, 1]."""
-    paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in (".png", ".jpg", ".bmp"))
-    try:
-        images = [np.array(Image.open(path).convert("L"), dtype=np.float32) for path in paths]
-    except OSError as error:
-        raise StudyError(f"--data-root {folder.parent}: an image cannot be read: {error}") from error
+    images = []
+    for path in sorted(path for path in folder.glob("*") if path.suffix.lower() in (".png", ".jpg", ".bmp")):
+        with reading(path, f"--data-root {folder.parent} has images there"):
+            images.append(torch.from_numpy(np.array(Image.open(path).convert("L"), dtype=np.float32)) / 255)
+            if min(images[-1].shape) < BLUR:
+                raise ValueError(
+                    f"{' x '.join(map(str, images[-1].shape))} pixels; at least {BLUR}, a side of the blur"
+                )
     if not images:
         raise StudyError(f"--data-root {folder.parent}: there must be images (*.png, *.jpg, *.bmp) in {folder}")
-    return [torch.from_numpy(image) / 255 for image in images]
+    return images
 
 
 def load(options: Restoration) -> tuple[str, dict[str, list[Tensor]]]:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from runs.files import reading
 from runs.options import StudyError
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -96,10 +97,9 @@ def generate(size: int, clues: int, rng: random.Random) -> Puzzle:
 
 def read(path: Path, most: int | None = None, skip: int = 0) -> list[Puzzle]:
     """Puzzles of a file, each a line of 81 digits, 0 for empty, a space, and the solution; StudyError names a line."""
-    try:
+    with reading(path, "--data-root takes a folder of puzzles, a line each"):
+        path.name.encode()  # the name is part of records
         lines = path.read_text("ascii").splitlines()[skip:][:most]
-    except (OSError, UnicodeDecodeError) as error:
-        raise StudyError(f"--data-root: {path} cannot be read ({error})") from error
     puzzles = []
     for number, line in enumerate(lines, skip + 1):
         fields = line.split()

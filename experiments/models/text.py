@@ -24,6 +24,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import style
+from runs.files import as_text, reading
 from runs.options import SettingsError, StudyError, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -97,12 +98,12 @@ def load(options: TextOptions) -> Corpus:
     else:
         root = Path(options.data_root)
         paths = sorted(root.glob("*.txt")) if root.is_dir() else [root]
-        try:
-            text, source = "".join(path.read_text(encoding="utf-8") for path in paths), root.name
-            if "\0" in text:
-                raise ValueError("it has a zero byte")
-        except (OSError, ValueError) as error:
-            raise StudyError(f"--data-root {root}: must be UTF-8 text or a folder of *.txt: {error}") from error
+        text, source = "", as_text(root.name)
+        for path in paths:
+            with reading(path, "--data-root takes UTF-8 text, or a folder of it as *.txt"):
+                text += path.read_text(encoding="utf-8")
+                if "\0" in text:
+                    raise ValueError("it has a zero byte")
     if len(text) < (least := 20 * (options.context + 1)):
         raise StudyError(f"--data-root {options.data_root}: {len(text)} characters; at least {least}, 20 sequences")
     characters = "".join(sorted(set(text)))

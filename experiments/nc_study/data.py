@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from .shapes import draw_shapes
 
 PAD = 4
 NETWORK_SECONDS = 10.0
+DAY_SECONDS = 86400.0  # no download takes that long
 CHANNELS = {
     "cifar10": ((0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)),
     "cifar100": ((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615)),
@@ -221,6 +224,9 @@ def _download(kind: Any, root: Path) -> None:
     socket.setdefaulttimeout(NETWORK_SECONDS)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        for old in root.glob(".download-*"):  # of processes that were killed
+            if time.time() - old.stat().st_mtime > DAY_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
             kind(temporary, download=True)
             os.replace(Path(temporary) / kind.base_folder, root / kind.base_folder)

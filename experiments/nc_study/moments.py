@@ -18,9 +18,11 @@ All but epoch and counts are float32, rounded from float64.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
+from runs.files import read_arrays, reading
 from torch import Tensor
 
 from deqfast.metrics.statistics import Samples, between_classes, class_means, default_rtol
@@ -52,6 +54,18 @@ def moments(features: Tensor, labels: Tensor, weight: Tensor) -> Arrays:
         "counts": stats.counts.long().cpu().numpy(),
         **{name: one.float().cpu().numpy() for name, one in floats.items()},
     }
+
+
+def read(path: Path) -> Arrays:
+    """Read the measurements of a run. Raises Unreadable if they are damaged."""
+    saved = read_arrays(path)
+    with reading(path):
+        epochs = saved["epoch"]
+        if epochs.ndim != 1 or epochs.dtype.kind not in "iu":
+            raise ValueError("epoch must be a vector of whole numbers")
+        if any(one.shape[:1] != epochs.shape for one in saved.values()):
+            raise ValueError(f"each array must have {len(epochs)} measurements")
+    return saved
 
 
 def joined(before: Arrays | None, epoch: int, entries: Arrays) -> Arrays:

@@ -126,6 +126,11 @@ class Tuning:
     trials: tuple[Trial, ...]
     chosen: dict[str, dict[str, float]]
 
+    def __post_init__(self) -> None:
+        finite = {trial.arm for trial in self.trials if trial.overall is not None}
+        if any(arm not in finite or values.keys() != {*TUNED} for arm, values in self.chosen.items()):
+            raise ValueError(f"chosen must have {', '.join(TUNED)} of arms with finite trials")
+
 
 def choose(trials: list[Trial]) -> Tuning:
     """Choose for every arm the values of the trial with the highest validation accuracy, or the first of several in the

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from runs.provenance import Recorded
 
-from .config import Experiment, Setting
+from .config import ARMS, Experiment, Setting
 
 FORMAT = 5  # increased when a name or a meaning in a record changes
 AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
@@ -22,6 +22,12 @@ COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
 CENTRED = ("nc2_centered", "nc3_centered")
 SOLVER_MEANS = ("iterations", "residual", "converged")
 SOLVER_COUNTS = ("max_iter", "nonfinite", "stalled", "skipped")
+MEASURED = (*COLLAPSE, *CENTRED)
+"""Metrics of neural collapse that a record has."""
+SOLVED = (*SOLVER_MEANS, "skipped")
+"""Columns of the curves of a DEQ."""
+LARGEST = 1e100
+"""Largest number of a record: reports square numbers and add them."""
 
 Number = float | None
 """Number that may be undefined: a mean without terms, a metric of coinciding class means."""
@@ -31,6 +37,11 @@ Curves = dict[str, tuple[int | float | None, ...]]
 
 Collapse = dict[str, int | float | None]
 """Fields of `deqfast.NCResult` of the training images; None if a metric is not defined."""
+
+
+def _check_collapse(found: Collapse | None) -> None:
+    if found is not None and (absent := [name for name in MEASURED if name not in found]):
+        raise ValueError(f"nc has no {absent[0]}")
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,9 @@ class Epoch:
     medium: Number = None
     few: Number = None
 
+    def __post_init__(self) -> None:
+        _check_collapse(self.nc)
+
 
 @dataclass(frozen=True)
 class SpectralRadius:
@@ -127,6 +141,21 @@ class NetworkResult:
     seconds: Seconds
     curves: Curves
     spectral_radius: SpectralRadius | None
+
+    def __post_init__(self) -> None:
+        _check_collapse(self.nc)
+        names = ("epoch", "lr", "loss", "train_accuracy", *GROUPS, *MEASURED)
+        if absent := [name for name in (*names, *(SOLVED if self.solver else ())) if name not in self.curves]:
+            raise ValueError(f"curves have no {absent[0]}")
+        epochs = len(self.curves["epoch"])
+        if not epochs or any(len(column) != epochs for column in self.curves.values()):
+            raise ValueError("curves must have a value for each epoch, and an epoch")
+        pairs = zip(self.curves["loss"], self.curves["train_accuracy"], strict=True)
+        if None in (*self.curves["epoch"], *self.curves["lr"]) or any((a is None) != (b is None) for a, b in pairs):
+            raise ValueError("curves must have a number and a rate of each epoch, and accuracies with its loss")
+        numbers = [value for column in (*self.curves.values(), self.nc.values()) for value in column if value]
+        if any(abs(value) > LARGEST for value in numbers):
+            raise ValueError(f"curves and nc must be at most {LARGEST:g} in size")
 
     def quantity(self, name: str) -> Number:
         """Quantity of a claim, after the last epoch. It is an accuracy by the name of its group, a metric of neural
@@ -157,6 +186,14 @@ class RunResult(Recorded):
     kernel: KernelChoice
     network: NetworkResult
     command: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one = self.settings
+        if self.arm not in ARMS or self.arm != one.arm:
+            raise ValueError(f"arm {self.arm}: {one.arm}, as the settings say, and one of {', '.join(ARMS)}")
+        if "auto" in (one.preset, one.dataset, one.device, one.precision):
+            raise ValueError("settings must have a preset, data set, device and precision, not auto")
 
     @property
     def setting(self) -> Setting:

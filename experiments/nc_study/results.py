@@ -63,11 +63,9 @@ def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
     shots = (name for name in record.SHOTS if getattr(epochs[-1], name) is not None)
     names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS, *shots)
     found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    collapse = (*record.COLLAPSE, *record.CENTRED)
-    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in collapse}
+    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.MEASURED}
     if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
-        means = (*record.SOLVER_MEANS, "skipped")
-        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in means}
+        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in record.SOLVED}
     return found
 
 

@@ -11,27 +11,36 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from runs.files import (
     check_same,
-    read_arrays,
     read_record,
-    read_state,
+    reading,
+    remove,
     to_json,
     write_arrays,
     write_atomically,
-    write_state,
 )
 from runs.options import StudyError, by_flag
+from runs.states import read_state, take_over, write_state
 
+from . import moments
 from .config import Experiment, Settings
-from .moments import Arrays, joined
 from .record import FORMAT, Begun, Epoch, RunResult
 
 T = TypeVar("T", RunResult, Begun)
+REMEDY = "start again in another --out"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Entry that a checkpoint must have."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RunDirectory:
@@ -82,36 +91,42 @@ class RunDirectory:
         elif self._checkpoint.exists():
             raise StudyError(f"{self._begun} is missing: start again in another --out")
 
-    def append(self, epoch: Epoch, moments: Arrays | None = None) -> None:
+    def append(self, epoch: Epoch, measured: moments.Arrays | None = None) -> None:
         """Append the line of a finished epoch and, if neural collapse was measured, its moments."""
-        if moments:
-            before = read_arrays(self.moments) if self.moments.exists() else None
-            write_arrays(self.moments, joined(before, epoch.epoch, moments))
+        if measured:
+            before = moments.read(self.moments) if self.moments.exists() else None
+            with reading(self.moments, REMEDY):
+                both = moments.joined(before, epoch.epoch, measured)
+            write_arrays(self.moments, both)
         lines = self._log.read_bytes() if self._log.exists() else b""
         write_atomically(self._log, lines + to_json(epoch))
 
     @property
     def epochs(self) -> list[Epoch]:
-        """Finished epochs, up to the first incomplete or damaged line."""
-        found = []
-        with suppress(FileNotFoundError, ValueError):
-            for line in self._log.read_bytes().splitlines():
+        """Finished epochs, up to the first incomplete or damaged line. Raises Unreadable if it is not a file."""
+        found: list[Epoch] = []
+        if not self._log.exists():
+            return found
+        with reading(self._log, REMEDY):
+            lines = self._log.read_bytes().splitlines()
+        with suppress(ValueError, RecursionError):
+            for line in lines:
                 found.append(msgspec.json.decode(line, type=Epoch))
         return found
 
     def cut(self, count: int) -> None:
         """Drop what was saved after the checkpoint, also an incomplete line: `count` epochs stay."""
         kept = self.epochs[:count]
-        if [epoch.epoch for epoch in kept] != list(range(1, count + 1)):
+        if len(kept) != count or [epoch.epoch for epoch in kept] != list(range(1, count + 1)):
             raise StudyError(f"{self._log} lacks lines of the {count} finished epochs: start again in another --out")
         if measured := [epoch.epoch for epoch in kept if epoch.nc]:
-            saved = read_arrays(self.moments)
+            saved = moments.read(self.moments)
             saved = {name: one[saved["epoch"] <= count] for name, one in saved.items()}
             if saved["epoch"].tolist() != measured:
                 raise StudyError(f"{self.moments} lacks measurements of these epochs: start again in another --out")
             write_arrays(self.moments, saved)
         else:
-            self.moments.unlink(missing_ok=True)
+            remove(self.moments)
         write_atomically(self._log, b"".join(map(to_json, kept)))
 
     def save(self, state: dict[str, Any]) -> None:
@@ -119,9 +134,13 @@ class RunDirectory:
         write_state(self._checkpoint, state)
 
     def restore(self) -> dict[str, Any] | None:
-        """Read the last checkpoint; None without one."""
-        return read_state(self._checkpoint)
+        """Read the last checkpoint; None without one. Raises Unreadable if it is damaged."""
+        return read_state(self._checkpoint, Progress)
+
+    def take_over(self, state: dict[str, Any], **kept: Any) -> None:
+        """Load the states of these objects from a checkpoint. Raises Unreadable if one does not fit."""
+        take_over(self._checkpoint, state, kept)
 
 
 def _read(path: Path, kind: type[T]) -> T:
-    return read_record(path, kind, "start again in another --out", FORMAT)
+    return read_record(path, kind, REMEDY, FORMAT)

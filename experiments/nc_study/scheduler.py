@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from runs.options import StudyError, as_arguments
 from runs.processes import Run
+from runs.script import PARENT
 
 from .config import Setting, Settings, settings_from
 from .data import class_sizes
@@ -25,10 +27,19 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 
 class Task(Run):
-    """One run of the study: its settings, command line, folder and number of processes."""
+    """One run of the study: its settings, command line, folder and number of processes; and why its kernel is not the
+    one that was asked for, or ""."""
 
-    def __init__(self, settings: Settings, arguments: tuple[str, ...], run: RunDirectory, processes: int = 1) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        arguments: tuple[str, ...],
+        run: RunDirectory,
+        processes: int = 1,
+        obstacle: str = "",
+    ) -> None:
         super().__init__(run.record)
+        self.obstacle = obstacle
         self.settings, self.arguments, self.run, self.processes = settings, arguments, run, processes
         self.log = run.path / "log.txt"
 
@@ -48,8 +59,8 @@ class Task(Run):
         with open(self.log, "wb") as log:
             return subprocess.Popen(
                 [sys.executable, *(launcher if self.processes > 1 else ()), script, *self.arguments],
-                env=environment | gpus_of(self.slot, self.processes),
-                stdin=subprocess.DEVNULL,
+                env=environment | gpus_of(self.slot, self.processes) | {PARENT: "1"},
+                stdin=_lifeline(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C reaches it only through this process
@@ -59,6 +70,7 @@ class Task(Run):
         """Reason why the run in the folder cannot continue with these settings; None if it can, or there is none."""
         try:
             self.run.check(self.settings)
+            _ = self.run.epochs
         except StudyError as error:
             return str(error)
         return None
@@ -81,9 +93,10 @@ def plan(wanted: Iterable[Mapping[str, Any]], given: Mapping[str, Any], processe
     for one in wanted:
         ours = {"threads": 1, **given, **one, "resume": True}
         complete = settings_from(Setting(one["dataset"], one.get("majority")).study, **ours)
-        settings = replace(complete, kernel=choose_kernel(complete.kernel, complete.device)[0])
+        kernel, obstacle = choose_kernel(complete.kernel, complete.device)
+        settings = replace(complete, kernel=kernel)
         run = RunDirectory(Path(settings.out) / settings.run_name)
-        tasks.setdefault(run.path, Task(settings, tuple(as_arguments(ours)), run, processes))
+        tasks.setdefault(run.path, Task(settings, tuple(as_arguments(ours)), run, processes, obstacle))
     return list(tasks.values())
 
 
@@ -103,6 +116,12 @@ def hours_left(tasks: Iterable[Task]) -> dict[Task, float]:
             passes += one.test_images * sum(is_tested(one, epoch) for epoch in left)
             hours[task] = (len(left) * images * step + passes * evaluation) / 3600
     return hours
+
+
+@cache
+def _lifeline() -> int:
+    """Pipe whose other end only this process holds, until it ends. A script sees that end, under torchrun too."""
+    return os.pipe()[0]
 
 
 def gpus_of(slot: int, processes: int) -> dict[str, str]:

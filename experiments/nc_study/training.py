@@ -125,11 +125,6 @@ class Trainer:
         """State on which the epochs after `epoch` depend."""
         return {"epoch": epoch, "network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
     def run_epoch(self, epoch: int, progress: tqdm[Any]) -> tuple[Epoch, Arrays | None]:
         """Train for an epoch; test and measure neural collapse when they are due. Return the epoch's line, and the
         moments of the measurement."""
@@ -219,7 +214,7 @@ def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     done = state["epoch"] if state else 0
     distributed.from_first(run.cut, done)  # lines logged after the checkpoint
     if state:
-        trainer.load(state)
+        run.take_over(state, network=trainer.network, optimizer=trainer.optimizer)
     if 0 < done < settings.epochs:
         print(f"{settings.arm}: continues after epoch {done}", flush=True)
     steps, first = data.steps(settings.batch_size), is_first()

@@ -9,8 +9,8 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -19,14 +19,17 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from .files import Unreadable, locked, reading
 from .options import StudyError
+from .script import end_with
 
 GRACE_SECONDS = 20  # clusters kill after 30
 POLL_SECONDS = 0.1
 
 
 class Spawned(SpawnProcess):
-    """Call in a fresh process with one thread. Ctrl-C is for its parent. The log gets what the call raises."""
+    """Call in a fresh process with one thread. Ctrl-C is for its parent, with which it ends. The log gets what the call
+    raises."""
 
     def __init__(self, name: str, work: Callable[[], object], log: Path) -> None:
         super().__init__(target=_work, args=(name, work, log, _progress_lock()), daemon=True)
@@ -66,7 +69,13 @@ class Run(ABC):
 
     def start(self) -> Child:
         """Begin or continue the run in a process of its own. Raises OSError if that fails."""
-        return Spawned(str(self), self.measure, self.log)
+        return Spawned(str(self), self.work, self.log)
+
+    def work(self) -> None:
+        """Do the work, unless another process does it, or has done it since. Raises StudyError in the first case."""
+        with locked(self.path.parent, str(self)):
+            if not self.finished:
+                self.measure()
 
     def measure(self) -> None:
         """Do the work and write the record."""
@@ -78,6 +87,8 @@ class Run(ABC):
 
 
 R = TypeVar("R", bound=Run)
+T = TypeVar("T")
+M = TypeVar("M")
 
 
 def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
@@ -109,10 +120,11 @@ def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
                     try:
                         with _uninterrupted():  # so that no child is begun that is not known here
                             at_work[run] = run.start()
-                        _say(f"process {at_work[run].pid}: {run}")
-                        del free[0]
                     except OSError as error:
                         conclude(run, f"cannot be started ({error})")
+                    else:
+                        del free[0]
+                        _say(f"process {at_work[run].pid}: {run}")
                 time.sleep(POLL_SECONDS)
                 for run in [run for run, child in at_work.items() if child.poll() is not None]:
                     status = at_work.pop(run).poll()
@@ -121,6 +133,35 @@ def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
         finally:
             _stop(list(at_work.values()))
     return failed
+
+
+def unreadable(runs: Iterable[R], read: Callable[[R], object]) -> dict[R, str]:
+    """Return the runs with a file that cannot be read, and why; other errors are raised."""
+    found = {}
+    for run in runs:
+        try:
+            read(run)
+        except Unreadable as error:
+            found[run] = str(error)
+    return found
+
+
+def made(records: Mapping[R, T], make: Callable[[list[T]], M]) -> tuple[M | None, dict[R, str]]:
+    """Make something of all records, or of those of which it can be made; return it, and why not of the others."""
+    unfit: dict[R, str] = {}
+
+    def alone(run: R) -> None:
+        with reading(run.path):
+            make([records[run]])
+
+    while left := [record for run, record in records.items() if run not in unfit]:
+        try:
+            return make(left), unfit
+        except Exception:
+            if not (found := unreadable([run for run in records if run not in unfit], alone)):
+                raise
+            unfit |= found
+    return None, unfit
 
 
 def tell_failed(script: str, failed: Mapping[R, str]) -> int:
@@ -135,19 +176,23 @@ def reason(run: Run, status: int) -> str:
     if status < 0:
         hint = " (out of memory?)" if status == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-status).name}{hint}"
-    text = run.log.read_text(errors="replace") if run.log.exists() else ""
+    text = run.log.read_text(errors="replace") if run.log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [line for line in lines if ": error: " in line] or lines
     return told[-1] if told else f"exit status {status}"
 
 
 def _work(name: str, work: Callable[[], object], log: Path, lock: Any) -> None:
+    if parent := multiprocessing.parent_process():
+        end_with(parent.join)
     tqdm.set_lock(lock)
     torch.set_num_threads(1)
     try:
         work()
     except Exception as error:
-        log.write_text(f"{name}: error: {error}\n" if isinstance(error, StudyError) else traceback.format_exc())
+        text = f"{name}: error: {error}\n" if isinstance(error, StudyError) else traceback.format_exc()
+        with suppress(OSError):  # a full disk; the exit status tells enough
+            log.write_text(text, errors="backslashreplace")
         sys.exit(1)
 
 

@@ -45,6 +45,10 @@ class Recorded:
     finished: str
     """Date and time in UTC, ISO 8601."""
 
+    def __post_init__(self) -> None:
+        if "torch" not in self.versions:
+            raise ValueError("versions have no torch")
+
 
 def provenance(threads: int, device: str, processes: int = 1, precision: str = "fp32") -> dict[str, Any]:
     """Fields of `Recorded` for this machine and time; `device` is "cpu" or "cuda"."""

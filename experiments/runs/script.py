@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 
+from .files import as_text
 from .options import StudyError
+
+PARENT = "DEQFAST_PARENT_HOLDS_STDIN"
+"""Variable of the environment of scripts that end with the process that holds the other end of their stdin."""
+CLOSED_PIPE = 128 + signal.SIGPIPE
+STREAM_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def launched() -> bool:
@@ -27,7 +37,8 @@ def command_line() -> str:
     if launched():
         start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])]
     script = os.path.relpath(sys.argv[0])
-    return shlex.join([*start, sys.argv[0] if script.startswith(os.pardir) else script, *sys.argv[1:]])
+    words = [*start, sys.argv[0] if script.startswith(os.pardir) else script, *sys.argv[1:]]
+    return shlex.join(map(as_text, words))
 
 
 def how_to_go_on(added: str = "") -> str:
@@ -35,11 +46,22 @@ def how_to_go_on(added: str = "") -> str:
     return f"what is finished is saved; this command continues:\n  {command_line()}{added}"
 
 
+def end_with(wait: Callable[[], object]) -> None:
+    """End this process as soon as `wait`, which runs in a thread, returns: its parent has ended, even by kill -9."""
+
+    def watch() -> None:
+        wait()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
     """Do the work of a script and return its exit status. A StudyError becomes a line on stderr and 1. Ctrl-C becomes
     130 and the line `when_interrupted`.
 
     SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) act like Ctrl-C.
+    A closed pipe as stdout becomes 141, as of a program that SIGPIPE ends; another failure of stdout a line and 1.
     """
 
     def interrupt(*_: object) -> None:
@@ -48,12 +70,42 @@ def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
+    if PARENT in os.environ:
+        end_with(lambda: os.read(0, 1))
+    _prepare_streams()
     try:
-        return work()
+        status = work()
+        sys.stdout.flush()
+        return status
     except StudyError as error:
-        print(f"{script}: error: {error}", file=sys.stderr)
-        return 1
+        return _fail(f"{script}: error: {error}", 1)
     except KeyboardInterrupt:
-        if is_first():
-            print(f"\ninterrupted; {when_interrupted}", file=sys.stderr)
-        return 130
+        return _fail(f"\ninterrupted; {when_interrupted}" if is_first() else "", 130)
+    except OSError as error:
+        if error.filename is not None or error.errno not in STREAM_ERRORS:
+            raise
+        if error.errno == errno.EPIPE:
+            return _fail("", CLOSED_PIPE)
+        return _fail(f"{script}: error: cannot print ({error.strerror})", 1)
+
+
+def _prepare_streams() -> None:
+    """Let stdout take every name: what it cannot encode becomes an escape, as on stderr. A closed stream takes all."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _fail(text: str, status: int) -> int:
+    """Print a line on stderr and return the status. A stream that fails now would fail again when Python ends."""
+    with suppress(OSError):
+        print(text, end="\n" if text else "", file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return status

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from nc_study.models import count_parameters
 from runs import style
+from runs.files import reading
 from runs.options import StudyError
 from scipy import signal
 from scipy.io import wavfile
@@ -79,18 +79,20 @@ class Sound:
 
 
 def read(path: Path) -> np.ndarray:
-    """Return the loudest second of a WAV file, mono and at 8 kHz; StudyError if there is none."""
-    try:
+    """Return the loudest second of a WAV file, mono and at 8 kHz; Unreadable if there is none."""
+    with reading(path, "--audio takes WAV files with a second of finite samples that is not silent"):
+        path.name.encode()  # the name is part of records
         rate, samples = wavfile.read(path)
-    except (OSError, ValueError, struct.error) as error:
-        raise StudyError(f"--audio: {path} cannot be read as a WAV file ({error})") from error
-    mono = samples.reshape(len(samples), -1).astype(np.float64).mean(1)
-    power = np.concatenate([[0.0], np.square(mono).cumsum()])
-    start = int(np.argmax(power[rate:] - power[:-rate])) if len(mono) >= rate else 0
-    second = mono[start : start + rate]
-    if len(second) < rate or not np.isfinite(second).all() or not np.ptp(second):
-        raise StudyError(f"--audio: {path} must hold at least a second of finite samples that is not silent")
-    return np.asarray(signal.resample_poly(second, RATE, rate))
+        if not 0 < rate <= len(samples) or not samples.size:
+            raise ValueError(f"{len(samples)} samples at {rate} Hz, of {samples.nbytes} bytes")
+        mono = samples.reshape(len(samples), -1).astype(np.float64).mean(1)
+        power = np.concatenate([[0.0], np.square(mono).cumsum()])
+        start = int(np.argmax(power[rate:] - power[:-rate]))
+        second = mono[start : start + rate]
+        if not np.isfinite(second).all() or not np.ptp(second):
+            raise ValueError("its loudest second is not finite, or silent")
+        found = np.asarray(signal.resample_poly(second, RATE, rate))
+    return found
 
 
 def as_task(samples: np.ndarray, encoding: str, seed: int) -> Sound:

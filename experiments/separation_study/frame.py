@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from matplotlib.figure import Figure
-from runs.files import check_same, read_record, to_json, write_atomically
+from runs.files import Unreadable, check_same, read_record, reading, to_json, write_atomically
 from runs.processes import Run
 from runs.provenance import Recorded, provenance
 
@@ -116,10 +116,14 @@ class Job(Run):
 
     @property
     def record(self) -> Record:
-        """Record of the unit. Raises StudyError if it is damaged, or has other sizes or another version."""
+        """Record of the unit. Raises StudyError if it has other sizes, Unreadable if it is damaged or of another
+        version or unit."""
         kind: Any = Record[self.experiment.result]  # type: ignore[name-defined]  # known at run time only
         found: Record = read_record(self.path, kind, REMEDY, FORMAT)
-        check_same(self.path, found.sizes, msgspec.json.decode(to_json(self.sizes)))
+        with reading(self.path, REMEDY):
+            if found.unit != self.unit:
+                raise ValueError(f"it is of {found.unit}")
+            check_same(self.path, found.sizes, msgspec.json.decode(to_json(self.sizes)))
         return found
 
     def outcome(self) -> str:
@@ -141,11 +145,20 @@ def jobs_of(folder: Path, experiment: Experiment, preset: str) -> list[Job]:
 
 
 def of_records(folder: Path, preset: str, experiment: Experiment) -> Experiment:
-    """Make the experiment on the units with records below a folder, with their sizes; unchanged without records."""
-    paths = sorted((folder / experiment.name).glob("*-seed*.json"))
-    found = [read_record(path, Record, REMEDY, FORMAT) for path in paths]
+    """Make the experiment on the units with records below a folder, with their sizes; unchanged without records. One
+    that cannot be read is named on stderr and left out."""
+    found: list[tuple[Unit, Any]] = []
+    for path in sorted((folder / experiment.name).glob("*-seed*.json")):
+        try:
+            record = read_record(path, Record, REMEDY, FORMAT)
+            with reading(path, REMEDY):
+                if str(record.unit) != path.stem:
+                    raise ValueError(f"it is of {record.unit}")
+                found.append((record.unit, msgspec.convert(record.sizes, type(experiment.sizes[preset]))))
+        except Unreadable as error:
+            print(f"left out: {error}", file=sys.stderr)
     if not found:
         return experiment
-    sizes = msgspec.convert(found[0].sizes, type(experiment.sizes[preset]))
-    units, usual = [record.unit for record in found], experiment.units(sizes)
+    (_, sizes), units = found[0], [unit for unit, _ in found]
+    usual = experiment.units(sizes)
     return replace(experiment, sizes={preset: sizes}, units=lambda _: usual if {*units} <= {*usual} else units)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nc_study.reporting.document import narrow, render, to_html
-from runs.files import prepare_out, write_atomically
+from runs.files import prepare_out, reading, write_atomically
+from runs.processes import made, unreadable
 from runs.style import png
 
-from .frame import SOURCES, Experiment, jobs_of
+from .frame import SOURCES, Experiment, Job, Record, jobs_of
 
 TITLE = "Separation and bias of deep equilibrium models: what was measured"
 
@@ -23,20 +24,29 @@ def write(experiments: Iterable[Experiment], preset: str, folder: Path, keep: bo
     With `keep` the sections of other experiments stay as report.md has them.
     """
     prepare_out(folder / "figures")
-    before = _sections((folder / "report.md").read_text()) if keep else {}
+    before = _sections(folder / "report.md") if keep else {}
     parts = [part for experiment in experiments if (part := _part(experiment, preset, folder))]
     template = Path(__file__).with_name("separation.md")
     text = narrow(render(template, title=TITLE, preset=preset, sources=SOURCES.items(), parts=parts))
     if before:
-        made = _sections(text)
+        made = _divided(text)
         text = made.pop("") + "".join(part for title, part in {**before, **made}.items() if title)
         text = text.rstrip("\n") + "\n"
-    write_atomically(folder / "report.md", text.encode())
-    write_atomically(folder / "report.html", to_html(TITLE, text, folder).encode())
+    write_atomically(folder / "report.md", text)
+    write_atomically(folder / "report.html", to_html(TITLE, text, folder))
     return folder / "report.md"
 
 
-def _sections(text: str) -> dict[str, str]:
+def _sections(page: Path) -> dict[str, str]:
+    """Read the sections of an earlier report; none without one."""
+    if not page.exists():
+        return {}
+    with reading(page, "remove it to have the report written without its other sections"):
+        text = page.read_text(encoding="utf-8")
+    return _divided(text)
+
+
+def _divided(text: str) -> dict[str, str]:
     """Divide a report at its titles; the text before the first one has an empty name."""
     start, *parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     return {"": start} | {part.partition("\n")[0].removeprefix("## "): part.rstrip("\n") + "\n\n" for part in parts}
@@ -44,12 +54,18 @@ def _sections(text: str) -> dict[str, str]:
 
 def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:
     """Draw the figures of an experiment; return the values for the template, or None if no unit is finished."""
-    jobs = jobs_of(folder, experiment, preset)
-    records = {job.unit: job.record for job in jobs if job.finished}
-    if not records:
+    jobs, sizes = jobs_of(folder, experiment, preset), experiment.sizes[preset]
+    finished = [job for job in jobs if job.finished]
+    if not finished:
         return None
-    results = {unit: record.result for unit, record in records.items()}
-    section = experiment.section(experiment.sizes[preset], results)
+    found: dict[Job, Record] = {}
+    left_out = unreadable(finished, lambda job: found.update({job: job.record}))
+    section, unfit = made(found, lambda some: experiment.section(sizes, {one.unit: one.result for one in some}))
+    left_out |= unfit
+    part = {"title": experiment.title, "left_out": list(left_out.values()), "measured": section is not None}
+    if section is None:
+        return part
+    records = {job: record for job, record in found.items() if job not in left_out}
     for picture in section.pictures:
         write_atomically(folder / "figures" / f"{picture.name}.png", png(picture.figure))
     last = max(one.finished for one in records.values())
@@ -57,9 +73,8 @@ def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] |
     origins = "; ".join(
         f"{n} with torch {torch} on {cpu} at commit {commit}" for (torch, cpu, commit), n in kinds.items()
     )
-    return {
+    return part | {
         **vars(section),
-        "title": experiment.title,
         "verdicts": list(map(vars, section.claims)),
         "missing": [str(job) for job in jobs if not job.finished],
         "provenance": f"{len(records)} of {len(jobs)} units: {origins}; finished {last}",

@@ -133,7 +133,7 @@ def load_run(path: Path, root: Path) -> tuple[ResNet18, Settings]:
     if state is None:
         raise StudyError(f"{path / 'last.ckpt'} is missing: it holds the network's weights")
     network = build(settings)
-    network.load_state_dict(state["network"])
+    run.take_over(state, network=network)
     return network, settings
 
 

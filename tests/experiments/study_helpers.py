@@ -57,15 +57,19 @@ runpy.run_path({str(EXPERIMENTS / "cifar_lt.py")!r}, run_name="__main__")
 """Script like cifar_lt.py; its process, or the second of two, is killed at step number KILL of the environment."""
 
 
+def environment() -> dict[str, str]:
+    """Environment of a user on a machine without GPU and network, with the studies and these helpers importable."""
+    found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") | {"OMP_NUM_THREADS": "1"}
+    found["PYTHONPATH"] = os.pathsep.join(map(str, (EXPERIMENTS, HERE, Path(deqfast.__file__).parents[1])))
+    return found
+
+
 def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user does, on a machine without GPU and network, with the studies and these helpers importable;
-    `given`: cwd, environment."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (EXPERIMENTS, HERE, Path(deqfast.__file__).parents[1])))
+    """Run Python in that `environment`; `given`: cwd, more of the environment."""
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environment | given.pop("environment", {}),
+        env=environment() | given.pop("environment", {}),
         capture_output=True,
         text=True,
         timeout=300,

@@ -65,5 +65,34 @@ def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, cut_off
     train(again)
     assert again.rows == whole.shown["log"]
     again.checkpoint.write_bytes(b"\x80damaged")
-    with pytest.raises(StudyError, match="cut-seed3.ckpt is damaged"):
+    with pytest.raises(StudyError, match="cut-seed3.ckpt cannot be read"):
+        train(again)
+
+
+def test_a_damaged_record_takes_no_other_run_with_it(tmp_path, capsys):
+    """The table and the figure have the others, and the damaged ones are named."""
+    given = ("--seeds", "2", "--arms", "one", "--resume")
+    assert call(tmp_path, *given) == 0
+    path, table = tmp_path / "one-seed1.json", tmp_path / "table.md"
+    record = json.loads(path.read_text())
+    assert "| one   | 2            | 2       |" in table.read_text()
+    damages = [{"scores": {}}, {"seed": 0}, {"arm": "other"}, {"versions": {}}, {"format": "1"}, {"shown": 3}]
+    damages += [{"scores": {"weight": "x"}}, {"scores": {"other": 1.0}}]  # of which the figure wants the first
+    for damage in damages:
+        path.write_text(json.dumps(record | damage))
+        assert call(tmp_path, *given) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"one-seed1 failed: {path} cannot be read" in error
+        assert "| one   | 2            | 1       |" in table.read_text()
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": -1}, {"step": "3"}, {"minutes": None}, {"log": 3}, {"options": []}, {"model": {}}]
+)
+def test_a_checkpoint_that_does_not_fit_is_named(change, tmp_path, cut_off):
+    cut_off(lambda: train(Run(train, Line(), tmp_path, "cut", 3)))
+    again = Run(train, Line(), tmp_path, "cut", 3)
+    state = torch.load(again.checkpoint, weights_only=True)
+    torch.save(state | change, again.checkpoint)
+    with pytest.raises(StudyError, match="cut-seed3.ckpt cannot be read"):
         train(again)

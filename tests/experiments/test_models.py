@@ -83,7 +83,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         *["explicit-parameters"] * (name == "sudoku"),
     )
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
-    frame.show(name, records, script.EXAMPLE.draw, tmp_path)
+    frame.show(name, records, frame.png(script.EXAMPLE.draw(records)), tmp_path)
     shown = capsys.readouterr().out
     assert all(f"| {arm} " in shown for arm in script.ARMS)
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
@@ -240,10 +240,10 @@ PUZZLES = {  # message for a bad line after a good one
     EASY[:-1] + "1": "a.txt, line 2: .*another solution than the line says",
 }
 REFUSED = [
-    (graphs.Graphs, {}, {"data": "cora"}, "no such .npz file"),
+    (graphs.Graphs, {}, {"data": "cora"}, "cora.npz cannot be read"),
     (graphs.Graphs, {}, {"data": "cora", "data_root": None}, "--data-root, chains are made without it"),
     (graphs.Graphs, {}, {}, "--data-root, chains are made without it"),
-    (graphs.Graphs, cora(y=None), {"data": "cora"}, "y is not"),
+    (graphs.Graphs, cora(y=None), {"data": "cora"}, "cora.npz cannot be read .*y is not"),
     (graphs.Graphs, cora(edges=np.zeros((0, 2), int)), {"data": "cora"}, r"edges must be \(E, 2\) with E > 0"),
     (graphs.Graphs, cora(edges=np.array([[0, 99]])), {"data": "cora"}, "edges must join .* 0 to 5, not 0 and 99"),
     (images.Images, {}, {}, "cifar-10-batches-py"),
@@ -254,10 +254,10 @@ REFUSED = [
     (sudoku.Sudoku, {}, {"size": "9"}, r"folder of \*.txt"),
     *((sudoku.Sudoku, {"a.txt": f"{EASY}\n{line}\n".encode()}, {"size": "9"}, told) for line, told in PUZZLES.items()),
     (text.Text, {}, {}, "--data-root .*0 characters"),
-    (text.Text, {}, {"data_root": "it.txt"}, "--data-root .*No such file"),
+    (text.Text, {}, {"data_root": "it.txt"}, "it.txt cannot be read .No such file.*--data-root"),
     (text.Text, {"it.txt": b"ten chars."}, {"context": 16}, "--data-root .*10 characters; at least 340"),
     (text.Text, {"it.txt": b"\x89PNG\xff\xfe" * 1000}, {}, "--data-root .*UTF-8"),
-    (text.Text, {"it.txt": b"a\0" * 1000}, {}, "--data-root .*zero byte"),
+    (text.Text, {"it.txt": b"a\0" * 1000}, {}, "it.txt cannot be read .*zero byte.*--data-root"),
 ]
 
 

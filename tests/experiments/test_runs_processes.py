@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import stat
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
 
 import pytest
-from runs import processes
+import runs
+import study as script
+from runs import files, processes
+from runs.files import locked
 from runs.options import StudyError
 from runs.processes import Run, run_all, tell_failed
+from runs.script import CLOSED_PIPE, PARENT, command_line, told
+from study_helpers import STUDY, environment, python
 
 
 class Writing(Run):
@@ -84,3 +96,166 @@ def test_a_run_that_does_not_end_when_asked_is_killed(monkeypatch):
 
     processes._stop([Stubborn()])
     assert asked == ["terminate", "kill"]
+
+
+SLOW = str(Path(__file__).with_name("slow_runs.py"))
+
+
+def wait_for(condition):
+    end = time.monotonic() + 120
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def is_free(folder, name):
+    """Whether no process works on the run."""
+    try:
+        with locked(folder, name):
+            return True
+    except StudyError:
+        return False
+
+
+def begun(folder, name):
+    """Process ids of the workers that have begun the run."""
+    path = folder / f"{name}.begun"
+    return [int(word) for word in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_workers_end_with_their_parent_and_no_run_has_two(tmp_path):
+    """The parent is killed, and a worker that is stopped outlives it: only the other run is done again."""
+    arguments = SLOW, str(tmp_path), "a", "b"
+    parent = subprocess.Popen([sys.executable, *arguments], env=environment(), stdout=subprocess.DEVNULL)
+    a, b = (wait_for(lambda name=name: begun(tmp_path, name))[0] for name in "ab")
+    os.kill(b, signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: is_free(tmp_path, "a"))
+    assert not is_free(tmp_path, "b")
+    (tmp_path / "go").touch()
+    again = python(*arguments)
+    assert again.returncode == 1 and again.stderr.count("\n") == 1, again.stderr
+    assert f"{tmp_path / 'b'}: another process is working on this run" in again.stderr
+    assert (tmp_path / "a.json").read_text() == "done\n" and len(begun(tmp_path, "a")) == 2
+    os.kill(b, signal.SIGCONT)
+    wait_for(lambda: is_free(tmp_path, "b"))
+    assert begun(tmp_path, "b") == [b] and not (tmp_path / "b.json").exists()
+
+
+def test_a_run_that_another_process_has_finished_is_not_done_again(tmp_path):
+    run = Writing(tmp_path / "broken.json")
+    run.path.write_text("done")
+    run.work()
+
+
+def test_a_script_that_study_starts_ends_with_it(tmp_path, monkeypatch):
+    """The other end of its stdin is the parent's; torchrun passes stdin on."""
+    given = {}
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: given.update(options))
+    task = script.parse(STUDY)[1][0]
+    monkeypatch.setattr(task, "log", Path(os.devnull))
+    monkeypatch.setattr(type(task.run.path), "mkdir", lambda *_, **__: None)
+    task.start()
+    monkeypatch.undo()
+    assert stat.S_ISFIFO(os.fstat(given["stdin"]).st_mode) and not os.get_inheritable(given["stdin"])
+    ours, theirs = os.pipe()
+    command, watched = [sys.executable, SLOW, str(tmp_path), "a"], environment() | {PARENT: given["env"][PARENT]}
+    child = subprocess.Popen(command, env=watched, stdin=ours, stdout=subprocess.DEVNULL)
+    wait_for(lambda: begun(tmp_path, "a"))
+    assert child.poll() is None
+    os.close(theirs)
+    assert child.wait(60) == 1
+    wait_for(lambda: is_free(tmp_path, "a"))
+    os.close(ours)
+
+
+def printing(*lines):
+    def work():
+        for line in lines:
+            print(line)
+        return 0
+
+    return work
+
+
+@pytest.mark.parametrize(("kind", "status"), [("closed pipe", CLOSED_PIPE), ("full disk", 1)])
+@pytest.mark.parametrize("lines", [1, 10_000])
+def test_output_that_cannot_be_written_ends_a_script_without_a_traceback(kind, status, lines, monkeypatch, capsys):
+    if kind == "closed pipe":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115  # closed below
+        assert told("it.py", printing(*["line"] * lines), "") == status
+        sys.stdout.close()  # what Python does at its end, without an error
+    assert capsys.readouterr().err == (
+        "" if status == 141 else "it.py: error: cannot print (No space left on device)\n"
+    )
+
+
+def test_other_errors_of_files_are_not_taken_for_output(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        told("it.py", lambda: len(os.listdir(tmp_path / "absent")), "")
+
+
+def test_names_that_are_not_text_are_printed_and_written_as_escapes(tmp_path, monkeypatch):
+    name = os.fsdecode(b"r\xff")
+    for encoding, shown in (("utf-8", "r\\udcff ±\n"), ("ascii", "r\\udcff \\xb1\n")):
+        with monkeypatch.context() as patch, open(tmp_path / "out", "w", encoding=encoding) as out:
+            patch.setattr(sys, "stdout", out)
+            assert told("it.py", printing(f"{name} ±"), "") == 0
+        assert (tmp_path / "out").read_text(encoding=encoding) == shown
+    monkeypatch.setattr(sys, "argv", ["it.py", "--out", name])
+    assert command_line().endswith("--out 'r\\xff'")
+    files.write_atomically(tmp_path / "report.md", f"# {name} ±")
+    assert (tmp_path / "report.md").read_text() == "# r\\xff ±"
+    with pytest.raises(StudyError, match="cannot be read"), files.reading(tmp_path / name):
+        raise ValueError(name)
+
+
+def test_closed_streams_are_no_error(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        patch.setattr(sys, "stderr", None)
+        assert told("it.py", lambda: processes._say("line") or 0, "") == 0
+        sys.stdout.close()
+        sys.stderr.close()
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them():
+    hidden = "import sys; sys.modules['tqdm'] = sys.modules['msgspec'] = None; sys.argv = ['model.py']; import models"
+    found = python("-c", hidden)
+    told = 'model.py: error: msgspec, tqdm: not installed; pip install "deqfast[experiments]"\n'
+    assert (found.returncode, found.stderr) == (1, told)
+    extra = [
+        re.match(r"[\w-]+", one)[0] for one in metadata.requires("deqfast") if "'experiments'" in one.replace('"', "'")
+    ]
+    names = {"PIL": "pillow", "sklearn": "scikit-learn"}
+    assert sorted(names.get(name, name) for name in runs.PACKAGES) == sorted(extra)
+
+
+def test_writers_of_one_file_do_not_meet_and_leave_nothing(tmp_path):
+    path, rounds = tmp_path / "one.json", 50
+    contents = [bytes([letter]) * 10_000 for letter in b"abcd"]
+
+    def write(content):
+        for _ in range(rounds):
+            files.write_atomically(path, content)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, contents))
+    assert path.read_bytes() in contents and list(tmp_path.iterdir()) == [path]
+
+
+def test_temporary_files_of_a_kill_are_removed_by_a_later_write(tmp_path):
+    old, new, other = (tmp_path / name for name in ("one.json.0a.tmp", "one.json.0b.tmp", "two.json.0a.tmp"))
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (0, 0))
+    files.write_atomically(tmp_path / "one.json", b"content")
+    assert {*tmp_path.iterdir()} == {tmp_path / "one.json", new, other}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -87,10 +88,39 @@ def test_run_writes_a_report_resumes_and_refuses_other_sizes(small, tmp_path, mo
     job = frame.Job(tmp_path / "quick", other, "quick", frame.Unit("d4-n2", 0))
     with pytest.raises(StudyError, match=r"was begun with initials \[0.5, 1.0\], not \[2.0\]"):
         job.outcome()
-    record = job.path
-    record.write_bytes(record.read_bytes()[:-20])
+    job.path.write_bytes(job.path.read_bytes()[:-20])
     assert separation.main(arguments) == 1
-    assert f"{record} cannot be read" in capsys.readouterr().err
+    assert f"{job.path} cannot be read" in capsys.readouterr().err
+    assert "- Left out: " in (tmp_path / "quick" / "report.md").read_text()
+
+
+def test_a_unit_with_a_damaged_record_is_named_and_takes_no_other_with_it(small, tmp_path, capsys):
+    jobs = frame.jobs_of(tmp_path / "full", small, "full")
+    for job in jobs:
+        job.start()
+    path, content = jobs[1].path, jobs[1].path.read_bytes()
+    record = json.loads(content)
+    damages = [content[:-9], json.dumps(record | {"format": "1"}), json.dumps(record | {"sizes": [1]})]
+    damages += [json.dumps(record | {"unit": ["d4-n2", 7]}), json.dumps(record | {"result": {}})]
+    damages += [json.dumps(record | {"result": {name: [None] for name in record["result"]}}), b"[" * 10**5]
+    for damage in damages:
+        path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+        again = ["--out", str(tmp_path), "--preset", "full", "--jobs", "1", "--experiment", "diagonal"]
+        for arguments in (again, [*again, "--report"]):
+            separation.main(arguments)
+            text = (tmp_path / "full" / "report.md").read_text()
+            assert "1 of 2 units" in text or "1 of 1 units" in text
+            assert capsys.readouterr().err.count(str(path)) + text.count("Left out: ") >= 1
+
+
+def test_a_report_that_is_not_text_is_named(small, tmp_path, capsys):
+    page = tmp_path / "quick" / "report.md"
+    page.parent.mkdir()
+    page.write_bytes(b"\xff")
+    assert separation.main(["--out", str(tmp_path), "--experiment", "diagonal", "--report"]) == 1
+    assert f"{page} cannot be read" in capsys.readouterr().err
+    page.unlink()
+    assert separation.main(["--out", str(tmp_path), "--experiment", "diagonal", "--report"]) == 0
 
 
 def test_report_names_units_that_are_missing(small, tmp_path):

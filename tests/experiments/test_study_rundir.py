@@ -37,7 +37,7 @@ def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(run, damage):
         torch.save({"epoch": 1, "weight": Harm()}, path)
     else:
         path.write_bytes(content[:middle] + (b"\xff" + content[middle + 1 :] if damage == "flip" else b""))
-    with pytest.raises(StudyError, match="last.ckpt is damaged .* delete it, and --resume trains from the start"):
+    with pytest.raises(StudyError, match="last.ckpt cannot be read .* delete it, and --resume trains from the start"):
         run.restore()
 
 

@@ -58,7 +58,7 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     assert script.main(arguments) == 1
     printed, errors = capsys.readouterr()
     assert f"{bad}: FAILED" in printed and re.search(f"{good}: [0-9.]+ %", printed) and "[3 of 3]" in printed
-    assert errors.count("\n") == 2 and f"{bad} failed" in errors and "last.ckpt is damaged" in errors
+    assert errors.count("\n") == 2 and f"{bad} failed" in errors and "last.ckpt cannot be read" in errors
     assert f"{none} failed: cannot be started" in errors
     before = results(tmp_path)
     assert list(before) == [good]

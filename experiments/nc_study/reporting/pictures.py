@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
-from runs.files import read_arrays
 
 from .. import figures
 from ..config import ARMS, Setting
 from ..paper import COURSES, PAPER
-from .runs import Group
+from .runs import Group, Run
 from .tables import broken
 from .verdicts import estimate
 
@@ -69,25 +66,16 @@ def _course(group: Group) -> Figure:
 
 def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     """Draw t-SNE and Gram matrix of the arms of the first seed that left its features."""
-    left: dict[int, dict[str, Path]] = {}
+    left: dict[int, dict[str, Run]] = {}
     for arm in ARMS:
         for seed, run in group.runs.get((setting, arm), {}).items():
-            if (path := run.path / "features.npz").exists():
-                left.setdefault(seed, {})[arm] = path
+            if run.folder.features.exists():
+                left.setdefault(seed, {})[arm] = run
     if left:
-        features = {arm: read_features(path) for arm, path in left[min(left)].items()}
+        features = {arm: run.features() for arm, run in left[min(left)].items()}
         heading = f"{setting}; {group.experiment.preset} preset"
         figure = figures.features_figure(features, group.experiment.classes, setting.majority_classes, heading)
         title = (
             f"{'Fig. 2' if setting.slug == 'k3-r10' else 'As Fig. 2'}: features, {setting.imbalance}, seed {min(left)}"
         )
         yield Picture(f"{setting.slug}-features", title, figure)
-
-
-def read_features(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read an arm's features (N, D) and labels (N,), sorted by class, without the rows that are not finite."""
-    arrays = read_arrays(path)
-    features, labels = arrays["features"], arrays["labels"]
-    kept = np.isfinite(features).all(1)
-    order = np.argsort(labels[kept], kind="stable")
-    return features[kept][order].astype(np.float32), labels[kept][order]

@@ -53,8 +53,8 @@ def write(found: Collection, out: Path) -> Path:
     }
     for name in ("report", "appendix", "provenance"):
         text = narrow(render(TEMPLATES / f"{name}.md", source=Source, title=TITLE, averaged=AVERAGED, **values))
-        write_atomically(out / f"{name}.md", text.encode())
-        write_atomically(out / f"{name}.html", to_html(TITLE, text.replace(".md)", ".html)"), out).encode())
+        write_atomically(out / f"{name}.md", text)
+        write_atomically(out / f"{name}.html", to_html(TITLE, text.replace(".md)", ".html)"), out))
     return out / "report.html"
 
 

@@ -6,12 +6,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from runs.files import read_arrays, reading
 from runs.options import StudyError, flag_of
 
-from .. import paper, protocol
+from deqfast.metrics import ClassGeometry, class_geometry
+
+from .. import moments, paper, protocol
 from ..config import Experiment, Setting
 from ..record import NetworkResult, RunResult
 from ..rundir import RunDirectory
@@ -21,13 +27,61 @@ NOT_OF_THE_EXPERIMENT = frozenset(
     ("study", "model", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile")
 )
 
+REMEDY = "remove it to have the report without it"
+
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder and its result."""
+    """A finished run: its folder and its result, and what else it has saved."""
 
     path: Path
     result: RunResult
+
+    @property
+    def folder(self) -> RunDirectory:
+        """The folder with the names of its files."""
+        return RunDirectory(self.path)
+
+    @cached_property
+    def geometry(self) -> ClassGeometry | None:
+        """Geometry after the last epoch of imbalanced classes; None if class means were not saved. Raises Unreadable
+        if they are damaged."""
+        setting, path = self.result.setting, self.folder.moments
+        if not setting.majority or not path.exists():
+            return None
+        saved = moments.read(path)
+        with reading(path, REMEDY):
+            last = {name: torch.from_numpy(saved[name][-1]) for name in ("means", "counts", "weight", "traces")}
+            if {len(part) for part in last.values()} != {setting.classes}:
+                raise ValueError(f"its arrays must be of {setting.classes} classes")
+            found = class_geometry(
+                last["means"], last["counts"], last["weight"], last["traces"], setting.majority_classes
+            )
+        return found
+
+    def features(self) -> tuple[np.ndarray, np.ndarray]:
+        """Read features (N, D) and labels (N,), sorted by class, without the rows that are not finite. Raises
+        Unreadable if they are damaged."""
+        path = self.folder.features
+        arrays = read_arrays(path, ("features", "labels"), REMEDY)
+        with reading(path, REMEDY):
+            features, labels = arrays["features"], arrays["labels"]
+            kept = np.isfinite(features).all(1)
+            order = np.argsort(labels[kept], kind="stable")
+            features, labels = features[kept][order].astype(np.float32), labels[kept][order]
+            if (
+                labels.ndim != 1
+                or min(features.shape) < 2
+                or not {*labels.tolist()} <= {*range(self.result.setting.classes)}
+            ):
+                raise ValueError("it must have two finite features of two images or more, and their classes")
+        return features, labels
+
+    def check(self) -> None:
+        """Raise Unreadable if a file that reports read is damaged."""
+        _ = self.geometry
+        if self.folder.features.exists():
+            self.features()
 
 
 @dataclass(frozen=True)
@@ -162,7 +216,9 @@ def collect(roots: Sequence[Path]) -> Collection:
         folder = RunDirectory(path)
         try:
             if folder.finished:
-                finished.append(Run(path, folder.result))
+                run = Run(path, folder.result)
+                run.check()
+                finished.append(run)
             elif begun := folder.begun:
                 rejected.append(Rejected(path, "unfinished", f"{len(folder.epochs)} of {begun.epochs} epochs"))
         except StudyError as error:

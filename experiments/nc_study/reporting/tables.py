@@ -7,18 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-import torch
-from runs.files import read_arrays
-
-from deqfast.metrics import ClassGeometry, class_geometry
-
 from ..config import Setting
 from ..figures import LABELS
 from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import FRESH, GRID, PRIMARY, TUNED, Claim, Tuning
 from ..record import COLLAPSE, GROUPS, LATE, NetworkResult, Number, Spread
-from ..rundir import RunDirectory
-from .runs import Group, Run, apart, identity
+from .runs import Group, apart, identity
 from .verdicts import NOTHING, Judgement, differences, shown
 
 Row = dict[str, object]
@@ -157,21 +151,12 @@ def geometry_rows(group: Group) -> Iterator[Row]:
     """
     for setting, arm in product([one for one in group.settings if one.majority], LABELS):
         runs = group.runs.get((setting, arm), {}).values()
-        if seeds := [found for run in runs if (found := geometry_of(run, setting))]:
+        if seeds := [run.geometry for run in runs if run.geometry]:
             row: Row = {"setting": setting.imbalance, "arm": LABELS[arm], "seeds": len(seeds)}
             for part, (name, label) in product(("means", "classifier"), TARGETS.items()):
                 row[f"{part}: {label}"] = over_seeds([getattr(getattr(one, part), name) for one in seeds])
             row["minority's cosine"] = over_seeds([one.classifier and one.classifier.minority_cosine for one in seeds])
             yield row
-
-
-def geometry_of(run: Run, setting: Setting) -> ClassGeometry | None:
-    """Measure the geometry after a run's last epoch; None if the run has not saved its class means."""
-    path = RunDirectory(run.path).moments
-    if not path.exists():
-        return None
-    last = {name: torch.from_numpy(one[-1:])[0] for name, one in read_arrays(path).items() if name != "epoch"}
-    return class_geometry(last["means"], last["counts"], last["weight"], last["traces"], setting.majority_classes)
 
 
 def chosen_rows(tuning: Tuning) -> Iterator[Row]:

@@ -1,0 +1,373 @@
+"""Damaged and hostile files give one line that names them, and take no other run with them."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+import warnings
+import zipfile
+
+import layer_peeled
+import numpy as np
+import pytest
+import torch
+from models import graphs, restoration, sudoku_puzzles, text
+from nc_study import moments
+from nc_study.protocol import Tuning
+from nc_study.reporting.runs import collect
+from nc_study.rundir import RunDirectory
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from runs.files import Unreadable, read_arrays, read_record, to_json, write_arrays
+from runs.options import StudyError
+from scipy.io import wavfile
+from separation_study import audio
+from study_helpers import made_up_epoch, made_up_settings, run_script
+
+DEEP = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
+
+
+def changed(record, path, value):
+    """Copy of a record in which the entry of a path like "network.curves" has another value."""
+    record = json.loads(json.dumps(record))
+    *way, last = path.split(".")
+    inner = record
+    for name in way:
+        inner = inner[name]
+    inner[last] = value
+    return json.dumps(record).encode()
+
+
+RESULTS = {
+    "empty": b"",
+    "deep": DEEP,
+    "list": b"[]",
+    "latin": b'{"format": "\xff"}',
+    **{f"format {value}": ("format", value) for value in ("5", None, True, [], 5.5, 10**30)},
+    "no curves": ("network.curves", {}),
+    "no loss": ("network.curves.loss", []),
+    "no rate": ("network.curves.lr", [None] * 4),
+    "no accuracy": ("network.curves.train_accuracy", [None] * 4),
+    "huge": ("network.curves.nc1", [1e300] * 4),
+    "no nc": ("network.nc", {}),
+    "other nc": ("network.nc", {"nc9": 1.0}),
+    "no curve of the solves": ("network.solver", dict.fromkeys(("iterations", "residual", "converged"), 1.0)),
+    "arm": ("arm", "mlp"),
+    "another arm": ("arm", "explicit"),
+    "model": ("settings.model", "both"),
+    "device": ("settings.device", "auto"),
+    "versions": ("versions", {}),
+}
+FEATURES = {"features": np.zeros((6, 3), np.float16), "labels": np.arange(6)}
+MOMENTS = {"epoch": np.array([2, 4]), "counts": np.full((2, 10), 5), "means": np.ones((2, 10, 3))}
+MOMENTS |= {"traces": np.ones((2, 10)), "scatter": np.ones((2, 10, 10)), "weight": np.ones((2, 10, 3))}
+
+READ = [name for name in MOMENTS if name != "scatter"]  # in a report
+
+
+def claiming(shape):
+    """Bytes of an .npz whose array claims this shape, and has no number."""
+    content, array = io.BytesIO(), io.BytesIO()
+    header = {"descr": "<f8", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(array, header)
+    with zipfile.ZipFile(content, "w") as archive:
+        for name in (*MOMENTS, *FEATURES):
+            archive.writestr(f"{name}.npy", array.getvalue())
+    return content.getvalue()
+
+
+def arrays(**given):
+    content = io.BytesIO()
+    np.savez(content, **given)
+    return content.getvalue()
+
+
+ARRAYS = {
+    "8 TB": ("moments", claiming((10**12,))),
+    "no number": ("moments", claiming((2,))),
+    "none": ("moments", arrays()),
+    "no zip": ("moments", b"PK\x03\x04"),
+    "array": ("moments", b"\x93NUMPY"),
+    **{f"no {name}": ("moments", arrays(**{k: v for k, v in MOMENTS.items() if k != name})) for name in READ},
+    "lengths": ("moments", arrays(**MOMENTS | {"means": np.ones((1, 10, 3))})),
+    "epochs": ("moments", arrays(**MOMENTS | {"epoch": np.array(["a", "b"])})),
+    "classes": ("moments", arrays(**MOMENTS | {"counts": np.ones((2, 3), int)})),
+    "shape": ("moments", arrays(**MOMENTS | {"means": np.ones((2, 10))})),
+    "code": ("moments", arrays(**MOMENTS | {"epoch": np.array([print, 4], dtype=object)})),
+    "8 TB of features": ("features", claiming((10**12,))),
+    "no features": ("features", arrays()),
+    "labels": ("features", arrays(**FEATURES | {"labels": np.arange(5)})),
+    "class": ("features", arrays(**FEATURES | {"labels": np.full(6, 10**12)})),
+    "not finite": ("features", arrays(**FEATURES | {"features": np.full((6, 3), np.nan)})),
+}
+
+
+def test_a_report_leaves_out_the_runs_with_damaged_files_and_names_them(made_up, tmp_path, capsys):
+    whole = made_up("whole", model="deq")
+    write_arrays(whole / "moments.npz", MOMENTS)
+    write_arrays(whole / "features.npz", FEATURES)
+    result = json.loads((whole / "result.json").read_text())
+    for name, damage in RESULTS.items():
+        folder = shutil.copytree(whole, whole.parent / name)
+        content = damage if isinstance(damage, bytes) else changed(result, *damage)
+        (folder / "result.json").write_bytes(content)
+    for name, (file, content) in ARRAYS.items():
+        folder = shutil.copytree(whole, whole.parent / name)
+        (folder / f"{file}.npz").write_bytes(content)
+    for name in ("result.json", "moments.npz", "features.npz", "epochs.jsonl", "settings.json"):
+        folder = shutil.copytree(whole, whole.parent / f"folder {name}")
+        (folder / name).unlink()
+        (folder / name).mkdir()
+        if name in ("epochs.jsonl", "settings.json"):
+            (folder / "result.json").unlink()
+    found = collect([whole.parent])
+    assert [run.path for group in found.groups for run in group.finished] == [whole]
+    told = {entry.folder.name: (entry.state, entry.reason) for entry in found.rejected}
+    folders = {f"folder {name}" for name in ("result.json", "moments.npz", "features.npz", "epochs.jsonl")}
+    assert told.keys() == {*RESULTS, *ARRAYS, *folders, "folder settings.json"}
+    for name, (state, reason) in told.items():
+        assert state == "unreadable" and str(whole.parent / name) in reason and "\n" not in reason, (name, reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nc_study.figures.features_figure", lambda *_: None)
+        patch.setattr("nc_study.reporting.report.png", lambda _: b"")
+        assert run_script("report.py", str(whole.parent), "--out", str(tmp_path / "report")) == 0
+    assert capsys.readouterr().out.count("unreadable: ") == len(told)
+
+
+class Harm:
+    """Code that loading would run."""
+
+    def __reduce__(self):
+        return (exec, ("raise SystemExit",))
+
+
+def trained(kind, steps=1):
+    """A network, its optimiser after a step or none, and a schedule."""
+    network = torch.nn.Linear(3, 2)
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(network.parameters(), 0.1, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for _ in range(steps):
+        network(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    return {"network": network, "optimizer": optimizer, "schedule": schedule}
+
+
+STATES = {
+    "list": lambda state: [1, 2],
+    "tensor": lambda state: torch.ones(3),
+    "code": lambda state: Harm(),
+    "no epoch": lambda state: state.pop("epoch") and state,
+    **{f"epoch {n}": lambda state, n=n: state | {"epoch": n} for n in (-1, 0, True, "1", 1.5, None, torch.ones(2))},
+    "no network": lambda state: {k: v for k, v in state.items() if k != "network"},
+    "no optimizer": lambda state: {k: v for k, v in state.items() if k != "optimizer"},
+    "network of numbers": lambda state: state | {"network": [1, 2]},
+    "optimizer of numbers": lambda state: state | {"optimizer": 3},
+    "shapes": lambda state: state | {"network": torch.nn.Linear(4, 2).state_dict()},
+    "another network": lambda state: state | {"network": torch.nn.BatchNorm1d(2).state_dict()},
+    "groups": lambda state: state | {"optimizer": state["optimizer"] | {"param_groups": []}},
+    "group": lambda state: state | {"optimizer": state["optimizer"] | {"param_groups": [{"params": [0, 1]}]}},
+    "parameters": lambda state: state | {"optimizer": state["optimizer"] | {"state": {7: {}}}},
+    "rates": lambda state: state | {"schedule": {"step": 3}},
+}
+
+
+def of_parameter(name, value):
+    """Change what the optimiser keeps of its first parameter."""
+
+    def change(state):
+        kept = state["optimizer"]["state"]
+        return state | {"optimizer": state["optimizer"] | {"state": kept | {0: kept[0] | {name: value}}}}
+
+    return change
+
+
+OPTIMIZERS = {torch.optim.SGD: "momentum_buffer", torch.optim.Adam: "exp_avg"}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_checkpoints_that_do_not_fit_are_refused(kind, tmp_path):
+    run = RunDirectory(tmp_path)
+    names = {"kept shape": (OPTIMIZERS[kind], torch.ones(9)), "kept text": (OPTIMIZERS[kind], "a"), "kept": ("b", 1)}
+    for name, change in (STATES | {name: of_parameter(*one) for name, one in names.items()}).items():
+        kept = trained(kind)
+        state = {"epoch": 1} | {part: one.state_dict() for part, one in kept.items()}
+        torch.save(change(state), tmp_path / "last.ckpt")
+        with pytest.raises(Unreadable, match="last.ckpt cannot be read") as error:
+            run.take_over(run.restore(), **trained(kind))
+        assert "\n" not in str(error.value), name
+    kept = trained(kind)
+    run.save({"epoch": 3} | {part: one.state_dict() for part, one in kept.items()})
+    state = run.restore()
+    assert state["epoch"] == 3
+    run.take_over(state, **trained(kind, steps=0))
+
+
+def test_a_number_of_epochs_that_were_not_logged_costs_no_memory(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.append(made_up_epoch(1, made_up_settings()))
+    with pytest.raises(StudyError, match="epochs.jsonl lacks lines of the 1000000000 finished epochs"):
+        run.cut(10**9)
+    (tmp_path / "epochs.jsonl").write_bytes(to_json(made_up_epoch(1, made_up_settings())) + DEEP)
+    assert len(run.epochs) == 1
+    line = json.loads(to_json(made_up_epoch(2, made_up_settings())))
+    (tmp_path / "epochs.jsonl").write_text(json.dumps(line | {"nc": {"nc9": 1.0}}))
+    assert run.epochs == []
+
+
+def test_moments_that_do_not_join_are_refused(tmp_path):
+    run = RunDirectory(tmp_path)
+    write_arrays(run.moments, MOMENTS)
+    with pytest.raises(Unreadable, match="moments.npz cannot be read"):
+        run.append(made_up_epoch(4, made_up_settings()), {"means": np.ones((9, 9)), "counts": np.ones(9)})
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("runs.files.LARGEST", 10_000)
+    (tmp_path / "bomb.npz").write_bytes(arrays(a=np.zeros(10_000)))
+    with pytest.raises(Unreadable, match="bomb.npz cannot be read .*bytes of arrays"):
+        read_arrays(tmp_path / "bomb.npz")
+
+
+def as_wav(rate=8000, channels=1, bits=16, samples=b"\0\1" * 8000):
+    sizes = (rate * channels * bits // 8).to_bytes(8, "little")[:4], (channels * bits // 8).to_bytes(2, "little")
+    form = b"\1\0" + channels.to_bytes(2, "little") + rate.to_bytes(4, "little") + b"".join(sizes)
+    form += bits.to_bytes(2, "little")
+    body = b"WAVEfmt \x10\0\0\0" + form + b"data" + len(samples).to_bytes(4, "little") + samples
+    return b"RIFF" + len(body).to_bytes(4, "little") + body
+
+
+def sound():
+    content = io.BytesIO()
+    wavfile.write(content, 400, np.sin(np.arange(800)).astype(np.float32))
+    return content.getvalue()
+
+
+def picture(kind="png", **given):
+    content = io.BytesIO()
+    Image.fromarray(np.arange(1200, dtype=np.uint8).reshape(30, 40)).save(content, kind, **given)
+    return content.getvalue()
+
+
+def with_text():
+    """A PNG whose text unpacks to more than Pillow takes."""
+    info = PngInfo()
+    info.add_text("a", "b" * 2**21, zip=True)
+    return picture(pnginfo=info)
+
+
+def of_size(side):
+    """A BMP that claims this number of lines and columns."""
+    content = bytearray(picture("bmp"))
+    content[18:26] = side.to_bytes(4, "little") * 2
+    return bytes(content)
+
+
+def graph(**given):
+    nodes = np.arange(6)
+    parts = {"x_data": np.ones(6), "x_indices": nodes % 3, "x_indptr": np.arange(7), "x_shape": np.array([6, 3])}
+    parts |= {"y": nodes % 2, "edges": np.stack([nodes, (nodes + 1) % 6], axis=1)}
+    parts |= {f"{split}_mask_0": nodes % 3 == i for i, split in enumerate(("train", "val", "test"))}
+    content = io.BytesIO()
+    np.savez_compressed(content, **parts | given)
+    return content.getvalue()
+
+
+PUZZLE = (
+    b"050703060007000800000816000000030000005000100730040086906000204840572093000409000 "
+    b"158723469367954821294816375619238547485697132732145986976381254841572693523469718\n"
+)
+
+
+def read_images(path):
+    restoration.read(path.parent)
+
+
+def read_graph(path):
+    graphs.citations(graphs.Graphs(data="cora", data_root=str(path.parent)), 0)
+
+
+def read_text(path):
+    text.load(text.Text(data_root=str(path), context=2))
+
+
+def read_npz(path):
+    moments.read(path)
+
+
+READERS = {  # by the name of the file: how it is read, and a whole one
+    "a.png": (read_images, picture()),
+    "a.jpg": (read_images, picture("jpeg")),
+    "a.bmp": (read_images, picture("bmp")),
+    "a.wav": (audio.read, sound()),
+    "cora.npz": (read_graph, graph()),
+    "a.txt": (read_text, "täglich\n".encode() * 40),
+    "puzzles.txt": (sudoku_puzzles.read, PUZZLE * 2),
+    "moments.npz": (read_npz, arrays(**MOMENTS)),
+    "tuning.json": (lambda path: read_record(path, Tuning, "no remedy"), to_json(Tuning((), {}))),
+}
+HOSTILE = {
+    "a.png": [with_text(), picture()[:40]],
+    "a.bmp": [of_size(0), of_size(4), of_size(20_000), of_size(2**31 - 1)],
+    "a.wav": [
+        *(as_wav(rate=0), as_wav(channels=0), as_wav(bits=0), as_wav(samples=b""), as_wav(samples=bytes(16_000))),
+        *(as_wav(rate=2**32 - 1), as_wav(bits=7), as_wav(channels=30_000), b"RIFF", b"RIFF\xff\xff\xff\xffWAVE"),
+    ],
+    "cora.npz": [
+        *(graph(x_data=np.full(6, np.nan)), graph(x_data=np.full(6, 1e300)), graph(y=np.full(6, 10**12))),
+        *(graph(x_shape=np.array([6, 10**12])), graph(x_shape=np.array(6)), graph(y=np.array([print] * 6, object))),
+        *(graph(y=np.full(6, "a")), graph(y=np.zeros((2, 3))), graph(edges=np.full((1, 2), -1)), arrays()),
+        *(graph(x_indptr=np.arange(7)[::-1]), graph(x_indices=np.full(6, 9)), claiming((10**12,))),
+        *(graph(train_mask_0=np.zeros(6, bool)), graph(train_mask_0=np.ones(5, bool))),
+    ],
+    "a.txt": [b"", b"\xff" * 1000, b"a\0" * 1000],
+    "puzzles.txt": [b"\xff\n", b"1 2\n", PUZZLE.replace(b"0507", b"5507"), b"0" * 10**6],
+    "tuning.json": [DEEP, b"[]", b"null", b"{}", to_json(Tuning((), {})).replace(b"{}", b'{"mlp":{}}')],
+}
+
+
+def damaged(content, count=40):
+    """Copies that are cut, or in which a few bytes differ; the same in every run."""
+    chance = random.Random(0)
+    yield b""
+    for _ in range(count):
+        yield content[: chance.randrange(len(content))]
+        other = bytearray(content)
+        for _ in range(chance.randint(1, 4)):
+            other[chance.randrange(min(len(other), chance.choice((60, 10**6))))] = chance.randrange(256)
+        yield bytes(other)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_data_files_are_read_or_named_in_a_line(name, tmp_path):
+    path, (read, content) = tmp_path / name, READERS[name]
+    path.write_bytes(content)
+    read(path)
+    refused = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # parsers warn of what they then read
+        for other in [*HOSTILE.get(name, ()), *damaged(content)]:
+            path.write_bytes(other)
+            try:
+                read(path)
+            except StudyError as error:
+                refused += 1
+                assert str(tmp_path) in str(error) and "\n" not in str(error) and len(str(error)) < 1000
+            else:
+                assert other not in HOSTILE.get(name, ()), other[:100]
+    assert refused > len(HOSTILE.get(name, ()))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StudyError, match=name):
+        read(path)
+
+
+@pytest.mark.parametrize("content", [b"", DEEP, b"[]", b"{}", b'{"format": null}', b'{"claims": [], "balanced": 3}'])
+def test_a_damaged_record_of_the_peeled_problems_is_named(content, tmp_path, capsys):
+    (tmp_path / "layer_peeled.json").write_bytes(content)
+    assert layer_peeled.main(["--report", "--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "layer_peeled.json cannot be read" in error and "without --report" in error and error.count("\n") == 1
