@@ -47,12 +47,19 @@ class _Counterparts(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         theirs = vars(import_module(_in_torchdeq(module.__name__)))
         names = {"__all__", "__doc__", *(name for name in theirs if name[:2] != "__")} & theirs.keys()
-        vars(module).update({name: _LAYERS.get(name, theirs[name]) for name in names})
+        vars(module).update({name: _LAYERS.get(name, _counterpart(theirs[name])) for name in names})
 
 
 def _in_torchdeq(fullname: str) -> str:
     """Name of the module of torchdeq whose counterpart has this name."""
     return fullname.replace(__name__, "torchdeq", 1)
+
+
+def _counterpart(value: Any) -> Any:
+    """The counterpart of a submodule of torchdeq; any other value unchanged."""
+    if isinstance(value, ModuleType) and value.__name__.startswith("torchdeq."):
+        return import_module(value.__name__.replace("torchdeq", __name__, 1))
+    return value
 
 
 sys.meta_path.append(_Counterparts())
