@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Counterparts(MetaPathFinder, Loader):
-    """Makes each submodule with the names of torchdeq's, among them the private ones; deqfast's layers replace its."""
+    """Makes a submodule for each in torchdeq, with all its names, private ones too; deqfast's layers replace its."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not fullname.startswith(f"{__name__}."):

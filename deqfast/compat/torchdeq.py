@@ -89,9 +89,9 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode` is. `core="indexing"` returns a state
     for each index, also if the solve ends earlier. In evaluation mode gradients are recorded too.
 
-    A keyword that is unknown and an option that cannot be honoured raise an error. An option without effect next to
-    another gives a warning. torchdeq itself runs solvers from ``register_solver``, and calls with a `lam` or `ls` that
-    deqfast's solvers lack.
+    A keyword that is unknown and an option that cannot be honoured raise an error. As in torchdeq `ift` replaces the
+    last state's `grad`, `n_states` replaces `indexing`, and `sup_gap` replaces `sup_loc`; the last two with a warning.
+    torchdeq itself runs solvers from ``register_solver``, and calls with a `lam` or `ls` that deqfast's solvers lack.
 
     Args:
         args: torchdeq's options as a mapping, a Namespace or another object with attributes. It may have further keys
@@ -126,7 +126,7 @@ def register_deq(deq_type: str, core: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class _Options(dict[str, Any]):
-    """Options by name, known or not, of which the user has been told. ``config`` is torchdeq's name for them."""
+    """Options by name, known or not, after a warning of the others. ``config`` is torchdeq's name for them."""
 
     config = property(lambda options: options)
 
