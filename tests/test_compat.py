@@ -6,7 +6,10 @@ import argparse
 import copy
 import doctest
 import pickle
+import pkgutil
 import sys
+from importlib import import_module
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -321,6 +324,45 @@ class TestNames:
                 own = name in compat.__all__
                 assert (getattr(compat, name) is getattr(module, name)) != own, name
 
+    @pytest.mark.parametrize("name", [module.name for module in pkgutil.walk_packages(torchdeq.__path__, "torchdeq.")])
+    def test_every_submodule_has_a_counterpart(self, name):
+        """With all names, private ones too. The layers are deqfast's, and so is what makes them."""
+        theirs, ours = import_module(name), import_module(name.replace("torchdeq", "deqfast.compat"))
+        assert ours.__name__.startswith("deqfast.compat.") and ours.__doc__ == theirs.__doc__
+        assert hasattr(ours, "__path__") == hasattr(theirs, "__path__")
+        layers = {**{name: getattr(compat, name) for name in compat.__all__}, "DEQBase": compat.DEQ}
+        for each, value in vars(theirs).items():
+            if each == "__all__" or not each.startswith("__"):
+                expected = sys.modules.get(f"{ours.__name__}.{each}", layers.get(each, value))
+                assert getattr(ours, each) is expected, each
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "from torchdeq.core import *; assert get_deq is compat.get_deq and reset_deq is torchdeq.reset_deq",
+            "from torchdeq.core import DEQBase; assert isinstance(compat.get_deq(), DEQBase)",
+            "from torchdeq.dropout import _VariationalDropoutNd; assert _VariationalDropoutNd(0.5).dropout == 0.5",
+            "from torchdeq.utils.mem import mem_gc, DEQGradCkpt; assert mem_gc is torchdeq.mem_gc",
+            "import torchdeq.solver as solver; assert solver.get_solver is torchdeq.get_solver",
+            "import torchdeq.norm; assert deqfast.compat.norm.apply_norm is torchdeq.norm.apply_norm",
+            "import torchdeq as library; assert library.utils.config.__name__ == 'deqfast.compat.utils.config'",
+        ],
+    )
+    def test_lines_of_programs(self, line):
+        scope = {"compat": compat, "torchdeq": torchdeq, "deqfast": deqfast}
+        imports, _, check = line.partition("; ")
+        exec(imports.replace("torchdeq", "deqfast.compat"), scope)
+        exec(check, scope)
+
+    def test_submodules_that_are_not_there(self, monkeypatch):
+        with pytest.raises(ModuleNotFoundError, match="No module named 'deqfast.compat.solvers'"):
+            import_module("deqfast.compat.solvers")
+        monkeypatch.setitem(sys.modules, "torchdeq", None)
+        for name in [name for name in sys.modules if name.startswith("deqfast.compat.norm")]:
+            monkeypatch.delitem(sys.modules, name)
+        with pytest.raises(ImportError, match="deqfast.compat.norm belongs to torchdeq: pip install torchdeq"):
+            import_module("deqfast.compat.norm")
+
     def test_without_torchdeq(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "torchdeq", None)
         get_deq(f_tol=1e-4)(torch.cos, torch.zeros(2, 3))
@@ -342,12 +384,37 @@ class TestNames:
         layer = get_deq(core="own", f_max_iter=7)
         assert type(layer) is own and layer.f_max_iter == 7
 
+    @pytest.mark.filterwarnings("error")
+    def test_a_core_of_a_program(self, monkeypatch):
+        """It has options of its own, as a keyword or a key, and calls the solver as torchdeq's layers do."""
+        found = []
+        for library, module in ((compat, import_module("deqfast.compat.core")), (torchdeq, torchdeq.core)):
+
+            class Halved(module.DEQBase):
+                def forward(self, func, z_init, **kwargs):
+                    value, _, info = self.f_solver(func, z_init, max_iter=self.f_max_iter, tol=self.f_tol)
+                    return [value * self.args.get("factor", 1.0)], info
+
+            core = "deqfast.compat.torchdeq._CORES" if library is compat else "torchdeq.core._core"
+            monkeypatch.setattr(core, {})
+            library.register_deq("halved", Halved)
+            layers = library.get_deq(core="halved", factor=0.5), library.get_deq({"core": "halved", "factor": 0.5})
+            found.append([layer(torch.cos, zeros(2, 3))[0][0] for layer in layers])
+        assert_same(*found, 0.0)
+        with pytest.warns(UserWarning, match="does not use 'f_max_itre' .did you mean 'f_max_iter'"):
+            get_deq(core="halved", f_max_itre=3)
+        with pytest.raises(NotImplementedError, match="must define forward"):
+            compat.DEQ()(torch.cos, zeros(2, 3))
+
     def test_attributes(self):
         options = {"f_max_iter": 7, "f_tol": 0.1, "f_stop_mode": "rel", "b_max_iter": 5, "b_tol": 0.2}
         ours, theirs = (library.get_deq(eval_factor=2.0, **options) for library in (compat, torchdeq))
         for name in (*options, "b_stop_mode", "eval_f_max_iter"):
             assert getattr(ours, name) == getattr(theirs, name), name
         assert ours.f_solver == ours.b_solver == "fixed_point_iter"
+        for solver in ("fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"):
+            names = [library.get_deq(f_solver=solver).f_solver.__name__ for library in (compat, torchdeq)]
+            assert names[0] == names[1]
         assert ours.args.get("f_tol") == theirs.args.get("f_tol") == 0.1
         set_later = get_deq(eval_factor=2.0)
         for name, value in options.items():
@@ -451,14 +518,12 @@ class TestWhereTorchdeqIsWrong:
         assert_same(ours, sliced)
         assert not torch.allclose(ours[-1], theirs[-1], rtol=1e-6)
 
-    def test_a_key_that_is_ignored_there(self):
+    def test_a_keyword_that_is_ignored_there(self):
         torchdeq.get_deq(stop_mode="rel")
         with pytest.raises(TypeError, match="'stop_mode'; did you mean 'f_stop_mode'"):
             get_deq(stop_mode="rel")
-        with pytest.raises(TypeError, match="f_max_iter"):
-            get_deq({"f_max_itre": 3})
-        with pytest.warns(UserWarning, match="did you mean 'f_stop_mode'"):
-            get_deq(argparse.Namespace(stop_mode="rel", lr=0.1))
+        with pytest.raises(TypeError, match="'stop_mode'; did you mean 'f_stop_mode'"):
+            get_deq({"f_max_iter": 3}, stop_mode="rel")
 
     def test_pickling(self):
         assert pickle.loads(pickle.dumps(get_deq(ift=True))).options == get_deq(ift=True).options
@@ -476,6 +541,108 @@ class TestWhereTorchdeqIsWrong:
         assert bool((radii[1] < 0.8).all())
 
 
+CONFIG = {"core": "indexing", "f_max_iter": 7, "norm_clip_val": 1.0, "lr": 0.1, "jac_loss_freq": 0.2}
+ALL_UNUSED = "does not use 'lr', 'norm_clip_val' .did you mean 'norm_clip_value'"
+RESEMBLING = "does not use 'norm_clip_val' .did you mean 'norm_clip_value'"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CONFIG, ALL_UNUSED),
+        (torchdeq.utils.config.DEQConfig(CONFIG), ALL_UNUSED),
+        (argparse.Namespace(**CONFIG), RESEMBLING),
+        (SimpleNamespace(**CONFIG), RESEMBLING),
+    ],
+    ids=["dict", "DEQConfig", "Namespace", "object"],
+)
+def test_a_configuration_that_holds_more(config, message):
+    """One warning for all that is not used. A program's other attributes are not named; args.config has all."""
+    with pytest.warns(UserWarning, match=message) as warned:
+        layer = get_deq(config, f_tol=0.1)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert isinstance(layer, compat.DEQIndexing) and (layer.f_max_iter, layer.f_tol) == (7, 0.1)
+    assert layer.args.config["jac_loss_freq"] == layer.args.get("jac_loss_freq") == 0.2
+    assert all(layer.args.config[name] == value for name, value in CONFIG.items())
+    theirs = torchdeq.get_deq(dict(CONFIG), f_tol=0.1).args.config
+    assert all(layer.args.config[name] == value for name, value in theirs.items())
+
+
+class TestOptionsOfWhichTorchdeqIgnoresOne:
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("kind", ["ift", "hook_ift"])
+    @pytest.mark.parametrize("grad", [4, [4], [3, 2]])
+    def test_steps_next_to_an_implicit_gradient(self, kind, grad):
+        """The last state has the implicit gradient, whatever grad says: a configuration may hold both."""
+        options = {kind: True, "tau": 0.8, "n_states": 2 if grad == [3, 2] else 1}
+        options |= {"f_max_iter": 120, "f_tol": 1e-10, "b_max_iter": 120, "b_tol": 1e-10}
+        tolerances = after_solve(1e-10, CONDITION), after_solve(1e-10, CONDITION, derivatives=1)
+        ours, _ = compared(3, grad=grad, tolerances=tolerances, **options)
+        if grad != [3, 2]:
+            assert_same(ours.gradients, call(compat, 3, **options).gradients, 0.0)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"n_states": 3, "indexing": [2]}, r"indexing=\[2\] has no effect next to n_states=3"),
+            ({"grad": 4, "sup_gap": 2, "sup_loc": [1]}, r"sup_loc=\[1\] has no effect next to sup_gap=2"),
+            ({"grad": 4, "sup_gap": 2, "sup_loc": [9]}, r"sup_loc=\[9\] has no effect next to sup_gap=2"),
+        ],
+        ids=str,
+    )
+    def test_states_that_are_asked_for_twice(self, options, message):
+        with pytest.warns(UserWarning, match=message) as warned:
+            compared(2, f_max_iter=12, f_tol=0.0, **options)
+        assert len(warned) == 1
+
+
+class TestASolverAsAFunction:
+    def test_a_call(self):
+        """It is torchdeq's function: for the iterates of a solve, say."""
+        found = []
+        for library in (compat, torchdeq):
+            layer = library.get_deq(f_solver="anderson", b_solver="broyden")
+            _, states, _ = layer.f_solver(torch.cos, x0=zeros(2, 3), indexing=[3, 4], max_iter=6, tol=0)
+            found.append([*states, layer.b_solver(torch.cos, zeros(2, 3), max_iter=6)[0]])
+        assert_same(*found, 0.0)
+
+    @pytest.mark.parametrize("training", [True, False])
+    @pytest.mark.parametrize("kind", [{}, {"ift": True}, {"f_solver": "broyden"}], ids=str)
+    def test_an_assignment(self, kind, training):
+        """torchdeq runs a function of the program; its own functions stand for their names."""
+        found = []
+        for library in (compat, torchdeq):
+            w, layer = weight(), library.get_deq(f_max_iter=9, **kind).train(training)
+            layer.f_solver = halved
+            assert layer.f_solver is halved
+            states, _ = layer(lambda a, b, w=w: (torch.tanh(b @ w.T) + 1, torch.sin(a)), (zeros(2, WIDTH),) * 2)
+            found.append([leaf.detach() for leaf in states[-1]])
+            if training:
+                found[-1].append(torch.autograd.grad(states[-1][0].sum(), w)[0])
+        assert_same(*found, 0.0)
+        layer = get_deq()
+        layer.f_solver = halved
+        layer.f_solver = torchdeq.get_solver("broyden")
+        assert layer.f_solver == "broyden" and layer.function is None
+        layer.b_solver = torchdeq.get_solver("anderson")
+        assert layer.b_solver == "anderson"
+
+    def test_what_only_names_and_torchdeq_can(self, monkeypatch):
+        layer = get_deq()
+        with pytest.raises(ValueError, match="b_solver must be one of"):
+            layer.b_solver = halved
+        with pytest.raises((TypeError, ValueError), match="f_solver must be one of"):
+            layer.f_solver = 3
+        layer.f_solver = halved
+        with pytest.raises(ValueError, match="f_solver is run by torchdeq, which takes no x"):
+            layer(torch.cos, zeros(2, 3), x=zeros(2, 3))
+        monkeypatch.setitem(sys.modules, "torchdeq", None)
+        with pytest.raises(ImportError, match="f_solver is run by torchdeq .*: pip install torchdeq"):
+            layer(torch.cos, zeros(2, 3))
+        with pytest.raises(ImportError, match="needs torchdeq: pip install torchdeq"):
+            get_deq().f_solver(torch.cos, zeros(2, 3))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -491,13 +658,10 @@ class TestWhereTorchdeqIsWrong:
         ({"b_tol": "tight"}, "b_tol must be"),
         ({"grad": 0}, "grad must be"),
         ({"grad": [1, 2]}, "grad must hold"),
-        ({"grad": 5, "ift": True}, "contradicts ift"),
         ({"tau": 1.5}, "tau must be"),
-        ({"n_states": 3, "indexing": [2]}, "contradicts indexing"),
         ({"n_states": 41}, "at most f_max_iter"),
         ({"indexing": [5, 3]}, "must ascend"),
         ({"indexing": [40]}, "below f_max_iter"),
-        ({"grad": 4, "sup_gap": 2, "sup_loc": [1]}, "contradicts sup_loc"),
         ({"grad": 2, "sup_gap": 3}, "within the 2 steps"),
         ({"m": 4}, "solver_kwargs"),
         ({"sup_loc": 3}, "sup_loc must be a list .*, got 3"),

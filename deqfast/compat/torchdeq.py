@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -90,20 +89,22 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode` is. `core="indexing"` returns a state
     for each index, also if the solve ends earlier. In evaluation mode gradients are recorded too.
 
-    An option that is unknown, contradicts another or cannot be honoured raises an error. torchdeq itself runs solvers
-    from ``register_solver``, and calls with a `lam` or `ls` that deqfast's solvers lack.
+    A keyword that is unknown and an option that cannot be honoured raise an error. As in torchdeq `ift` replaces the
+    last state's `grad`, `n_states` replaces `indexing`, and `sup_gap` replaces `sup_loc`; the last two with a warning.
+    torchdeq itself runs solvers from ``register_solver``, and calls with a `lam` or `ls` that deqfast's solvers lack.
 
     Args:
-        args: torchdeq's options as a mapping, a Namespace or another object with attributes. It may have further
-            attributes; one that resembles an option gives a warning. It is not modified.
+        args: torchdeq's options as a mapping, a Namespace or another object with attributes. It may have further keys
+            or attributes. One warning names all such keys, or the attributes that resemble an option. It is not
+            modified.
         kwargs: options, which override those in `args`.
 
     Returns:
         Layer ``deq(func, z_init, solver_kwargs=None, sradius_mode=False)``, see ``DEQ``.
 
     Raises:
-        TypeError: an option is unknown, or its value has the wrong type. The text names an option that it resembles.
-        ValueError: a value is out of range, or options contradict each other.
+        TypeError: a keyword is unknown, or a value has the wrong type. The text names an option that it resembles.
+        ValueError: a value is out of range.
 
     Examples:
         >>> deq = get_deq(f_solver="broyden", f_max_iter=20, f_tol=1e-4, f_stop_mode="rel", ift=True)
@@ -113,31 +114,73 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
         (torch.Size([4, 8]), torch.Size([4]))
     """
     options = _options(args, kwargs)
-    core = options.pop("core", "sliced")
+    core = options.get("core", "sliced")
     check_choice("core", core, tuple(_CORES))
     layer: DEQ = _CORES[core](options)
     return layer
 
 
 def register_deq(deq_type: str, core: Callable[[dict[str, Any]], Any]) -> None:
-    """Make ``get_deq(core=deq_type)`` return ``core(options)``, with the options that get_deq received."""
+    """Make ``get_deq(core=deq_type)`` return ``core(options)``, with all that get_deq received, by name."""
     _CORES[deq_type] = core
 
 
-def _options(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+class _Options(dict[str, Any]):
+    """Options by name, known or not, after a warning of the others. ``config`` is torchdeq's name for them."""
+
+    config = property(lambda options: options)
+
+
+def _options(args: Any, kwargs: dict[str, Any]) -> _Options:
     """Options of `args` and `kwargs`; `kwargs` override `args`. See ``get_deq``."""
     if type(args).__name__ == "DEQConfig":  # torchdeq's
         args = args.config
     own: Mapping[str, Any] = {} if args is None else args if isinstance(args, Mapping) else vars(args)
-    known = _DEFAULTS.keys() | _ELSEWHERE
-    for name in sorted(({**own, **kwargs} if own is args else kwargs).keys() - known):
+    found, known = _Options({**own, **kwargs}), sorted(_DEFAULTS.keys() | _ELSEWHERE)
+    own_core = found.get("core", "sliced") not in ("sliced", "indexing")  # it may have options of its own
+    for name in () if own_core else sorted(kwargs.keys() - {*known}):
         if any(name in options for options in _SOLVER_OPTIONS.values()):
             raise TypeError(f"get_deq takes no {name!r}: pass it in solver_kwargs of the call")
-        raise TypeError(f"get_deq takes no {name!r}{did_you_mean(name, sorted(known))}")
-    for name in sorted(own.keys() - known):
-        if hint := did_you_mean(name, _DEFAULTS, 0.8):
-            warn(f"deqfast: args.{name} is not an option of get_deq{hint}")
-    return {name: value for name, value in {**own, **kwargs}.items() if name in known}
+        raise TypeError(f"get_deq takes no {name!r}{did_you_mean(name, known)}")
+    if not isinstance(args, _Options):
+        unused = {name: did_you_mean(name, known, 0.8) for name in sorted(found.keys() - {*known}, key=str)}
+        is_config = own is args and not own_core  # else only what resembles an option is sure to be meant as one
+        listed = [repr(name) + (hint and f" ({hint[2:]})") for name, hint in unused.items() if hint or is_config]
+        if listed:
+            warn(f"deqfast: get_deq does not use {', '.join(listed)}")
+    return found
+
+
+def import_torchdeq(need: str) -> Any:
+    """torchdeq; ImportError that begins with `need` if it is not installed."""
+    try:
+        import torchdeq
+    except ImportError as error:
+        raise ImportError(f"{need}: pip install torchdeq") from error
+    return torchdeq
+
+
+class _SolverName(str):
+    """Name of a solver. A call runs torchdeq's function of this name, as the attributes of torchdeq's layers do."""
+
+    function = property(
+        lambda name: import_torchdeq("a call of f_solver or b_solver needs torchdeq").get_solver(str(name))
+    )
+    __name__ = property(lambda name: name.function.__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _is_function(solver: Any) -> bool:
+    """Return whether this is a function, not the name of a solver."""
+    return callable(solver) and not isinstance(solver, str)
+
+
+def _named(solver: Any) -> Any:
+    """Name of the solver whose function in torchdeq this is; any other value unchanged."""
+    names = map(_SolverName, _SOLVER_OPTIONS if _is_function(solver) else ())
+    return next((name for name in names if name.function is solver), solver)
 
 
 def _is_registered(solver: str) -> bool:
@@ -249,20 +292,33 @@ def _method(side: str, name: str, tol: float, stop: str, options: dict[str, Any]
 def _option(name: str) -> property:
     """Attribute of a layer that reads and sets this option. A new value applies from the next call."""
 
+    def get(layer: DEQ) -> Any:
+        if name == "f_solver" and layer.function is not None:
+            return layer.function
+        value = layer.options[name]
+        return _SolverName(value) if name.endswith("solver") else value
+
     def put(layer: DEQ, value: Any) -> None:
+        value, function = _named(value), layer.function
+        if name == "f_solver":
+            value, function = (layer.options[name], value) if _is_function(value) else (value, None)
         options = {**layer.options, name: value}
         copy(layer)._configure(options)  # raises before the layer changes
+        layer.function = function
         layer._configure(options)
 
-    return property(lambda layer: layer.options[name], put)
+    return property(get, put)
 
 
-class DEQ(nn.Module, ABC):
+class DEQ(nn.Module):
     """Layer with torchdeq's interface, made by ``get_deq``, whose options it takes: ``DEQSliced`` or ``DEQIndexing``.
 
+    A subclass of your own, for ``register_deq``, defines ``forward``.
+
     Attributes:
-        args: all options by name.
-        f_solver, b_solver: names of the solvers. These and the solvers' other options can be set.
+        args: all options by name, also as ``args.config``, with the keys that are not used.
+        f_solver, b_solver: names of the solvers; a call of the name runs torchdeq's function. These and the solvers'
+            other options can be set. f_solver may be set to a function like torchdeq's solvers, which torchdeq runs.
         eval_f_max_iter: maximum number of evaluations of func in evaluation mode.
         registered: options that name a solver that only torchdeq can run.
     """
@@ -271,11 +327,15 @@ class DEQ(nn.Module, ABC):
     b_solver, b_max_iter, b_tol, b_stop_mode = map(_option, ("b_solver", "b_max_iter", "b_tol", "b_stop_mode"))
     args = property(lambda layer: layer.options)
     core: str  # torchdeq's name for the class
+    function: Callable[..., Any] | None = None  # f_solver, if it is not a name
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__()
         given = _options(args, kwargs)
-        self._configure({name: given.get(name, default) for name, default in _DEFAULTS.items()})
+        self._configure({**_DEFAULTS, **given})
+        for name, by in (("indexing", "n_states"), ("sup_loc", "sup_gap")):
+            if self.options[name] and self.options[by] > max(_DEFAULTS[by], 0):
+                warn(f"deqfast: {name}={self.options[name]} has no effect next to {by}={self.options[by]}")
         more = "info and backward_writer report every solve"
         # A forward solve that ends at max_iter is not reported: here max_iter is often the intended stop.
         self._forward_notice = Notice("forward", more, expected={Status.MAX_ITER})
@@ -283,7 +343,7 @@ class DEQ(nn.Module, ABC):
 
     def _configure(self, options: dict[str, Any]) -> None:
         """Set these options; TypeError or ValueError for invalid ones."""
-        self.options = options
+        self.options = _Options(options)
         implicit = options["ift"] or options["hook_ift"]
         used = ("f_solver", "b_solver") if implicit else ("f_solver",)
         self.registered = [name for name in used if _is_registered(options[name])]
@@ -308,8 +368,6 @@ class DEQ(nn.Module, ABC):
             check_count("grad", steps)
         check_number("tau", options["tau"], 0.0, 1.0, low_open=True)
         self.gradients = [self._phantom(steps) for steps in grad]
-        if implicit and grad == [grad[0]] and grad[0] > 1:
-            raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
         if implicit and "b_solver" not in self.registered:
             backward = _method("b", options["b_solver"], options["b_tol"], "rel", {}).solver
             # Starts at the gradient. torchdeq starts at zeros, and reaches the gradient after one product.
@@ -367,21 +425,20 @@ class DEQ(nn.Module, ABC):
         return states, info
 
     def _torchdeqs(self, given: dict[str, Any]) -> str:
-        """Name of what only torchdeq can run: a registered solver, or an option of this call; else empty."""
-        if self.registered:
-            return self.registered[0]
+        """Name of what only torchdeq can run: a solver, or an option of this call; else empty."""
+        if self.function is not None or self.registered:
+            return "f_solver" if self.function is not None else self.registered[0]
         used = _SOLVER_OPTIONS[self.options["f_solver"]]
         asked = [name for name in _THEIRS if name in used and given.get(name, 0) not in _THEIRS[name]]
         return asked[0] if asked else ""
 
     def _run_torchdeq(self, needed: str, *call: Any) -> Any:
         """States and info from torchdeq's own layer with these options; ImportError naming what needs torchdeq."""
-        try:
-            import torchdeq
-        except ImportError as error:
-            raise ImportError(f"{needed} is run by torchdeq: pip install torchdeq, or {_INSTEAD[needed]}") from error
         options = {name: value for name, value in self.options.items() if value is not None}
-        return torchdeq.get_deq(options, core=self.core).train(self.training)(*call)
+        library = import_torchdeq(f"{needed} is run by torchdeq ({_INSTEAD[needed]})")
+        layer = library.get_deq(options, core=self.core).train(self.training)
+        layer.f_solver = self.function or layer.f_solver
+        return layer(*call)
 
     def _run(
         self, func: Any, z: Any, x: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any
@@ -421,15 +478,15 @@ class DEQ(nn.Module, ABC):
             states = [_without_rows(state, bare) for state in states]
         return states, info, solution
 
-    @abstractmethod
     def _states(
         self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]
     ) -> tuple[list[Any], Solution, _Method]:
         """States with these gradients; then the Solution and the method of the solve that ends in the last state."""
+        raise NotImplementedError("a subclass of DEQ must define forward")
 
-    @abstractmethod
     def _spread(self, max_iter: int, count: int) -> list[int]:
         """Numbers of the evaluations after which the `count` states are taken."""
+        return [(k + 1) * (max_iter // count) for k in range(count)]
 
     def _forward_method(self, given: dict[str, Any]) -> _Method:
         options = self.options
@@ -439,8 +496,6 @@ class DEQ(nn.Module, ABC):
         """Numbers of the evaluations after which the states of a training pass are taken."""
         count, given = self.options["n_states"], _check_list("indexing", self.options["indexing"])
         check_count("n_states", count)
-        if count > 1 and given:
-            raise ValueError(f"n_states={count} contradicts indexing={given}: leave out one of them")
         if count > max_iter > 0:
             raise ValueError(f"n_states={count} must be at most f_max_iter, got {max_iter}")
         if count > 1:
@@ -454,15 +509,16 @@ class DEQ(nn.Module, ABC):
     def _phantom(self, steps: int) -> _Gradient:
         """Gradient of a state through `steps` steps, with states at the steps of sup_gap or sup_loc."""
         gap, at, tau = self.options["sup_gap"], _check_list("sup_loc", self.options["sup_loc"]), self.options["tau"]
-        if gap > 0 and at:
-            raise ValueError(f"sup_gap={gap} contradicts sup_loc={at}: leave out one of them")
+        at = at if gap <= 0 else []
         if gap > steps or any(not 0 < n < steps for n in at):
             raise ValueError(f"sup_gap and sup_loc must lie within the {steps} steps of grad, got {gap} and {at}")
         chosen = (*range(gap, steps + 1, gap),) if gap > 0 else (*at, steps)
         return _Gradient(Phantom(chosen[-1], tau), chosen)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value != _DEFAULTS[name])
+        return ", ".join(
+            f"{name}={self.options[name]!r}" for name in _DEFAULTS if self.options[name] != _DEFAULTS[name]
+        )
 
 
 class DEQSliced(DEQ):
@@ -482,9 +538,6 @@ class DEQSliced(DEQ):
             found, last = _attach(plan, method, gradient, replace(solution, value=value))
             states += found
         return states, last, method
-
-    def _spread(self, max_iter: int, count: int) -> list[int]:
-        return [(k + 1) * (max_iter // count) for k in range(count)]
 
 
 class DEQIndexing(DEQ):
