@@ -222,16 +222,39 @@ def textbook(results: Results) -> Table:
 
 
 def layers(results: Results) -> Table:
-    """The training step of whole layers on a CPU, and the gain over torchdeq on each kind of GPU."""
+    """The training step of whole layers on a CPU, and the gain over torchdeq on each kind of GPU.
+
+    Evaluations and residuals are deqfast's and torchdeq's. On a GPU the evaluations are in brackets.
+    """
     lines = []
     for name, runs in results.cases("training").items():
         line = case_line(name, runs, "ms_min")
         short = {"training step": name} | {column: line[column] for column in ("deqfast", PEER, "gain over torchdeq")}
+        short["evaluations"] = " / ".join(middle(runs, provider, "evaluations") for provider in (OURS, PEER))
+        short["residuals"] = line["residual, deqfast / torchdeq"]
         for record in sorted(results.on_gpu(True), key=lambda one: one.date):
-            gains = [row["gains"][PEER] for row in record.rows if (row["case"], row["provider"]) == (name, "cuda")]
-            short |= {f"gain, {record.machine['gpu']}": span(gains)} if gains else {}
+            own, theirs = (
+                [row for row in record.rows if (row["case"], row["provider"]) == (name, provider)]
+                for provider in ("cuda", PEER)
+            )
+            if own and theirs:
+                both = f"{own[0]['evaluations']} / {theirs[0]['evaluations']}"
+                short[f"gain, {record.machine['gpu']}"] = f"{span([own[0]['gains'][PEER]])} ({both})"
         lines.append(short)
     return Table("", lines)
+
+
+def layers_in_float32(results: Results) -> dict[str, str]:
+    """Least and largest gain over torchdeq of the layers that make about as many evaluations, on a CPU and on GPUs.
+
+    In bf16 torchdeq makes about twice as many evaluations.
+    """
+    cases = {name: runs for name, runs in results.cases("training").items() if not name.endswith("-bf16")}
+    gains = {"cpu": [median(row["gains"][PEER] for row in runs[OURS]) for runs in cases.values()]}
+    for record in results.on_gpu(True):
+        rows = [row for row in record.rows if row["provider"] == "cuda" and row["case"] in cases]
+        gains |= {slug(record.machine["gpu"]): [row["gains"][PEER] for row in rows]} if rows else {}
+    return {f"layers.float32.{place}": span(found) for place, found in gains.items()}
 
 
 def trained_on(results: Results) -> list[str]:
@@ -426,7 +449,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
 def facts(results: Results) -> dict[str, str]:
     """Numbers that sentences may quote: every entry of every table, the options' gains, counts of targets."""
     found = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
-    found["layers.all.over-the-cell-once"] = costs(results)
+    found |= {"layers.all.over-the-cell-once": costs(results), **layers_in_float32(results)}
     found |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
     counts = Counter(row["state"].partition(" in ")[0] for row in targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
