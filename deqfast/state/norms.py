@@ -38,3 +38,24 @@ def _largest(rows: Tensor) -> Tensor:
     if not rows.shape[1]:
         return rows.new_zeros(len(rows), dtype=torch.float64)
     return torch.linalg.vector_norm(rows, math.inf, dim=1).double()
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """Norms over the last dimension, in which no square overflows or underflows, whatever the numbers are."""
+    sizes = _sizes(rows)
+    return torch.linalg.vector_norm(rows / sizes, dim=-1) * sizes[..., 0]
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Rows over their ``lengths``; zeros stay zeros."""
+    scaled = rows / _sizes(rows)
+    norms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    return scaled / torch.where(norms == 0, 1, norms)
+
+
+def _sizes(rows: Tensor) -> Tensor:
+    """Largest magnitudes over the last dimension (..., 1); 1 for zeros and for rows without numbers."""
+    if not rows.shape[-1]:
+        return rows.new_ones(*rows.shape[:-1], 1)
+    largest = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True)
+    return torch.where(largest == 0, 1, largest)
