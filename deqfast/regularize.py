@@ -160,7 +160,7 @@ def spectral_radius(
     projected = _arnoldi(product, v, steps)
     u = torch.zeros_like(projected[:, :-1, 0])
     u[:, :1] = 1
-    for _ in range(steps):  # power iteration goes on in Arnoldi's basis, where it needs no product
+    for _ in range(steps):  # further powers in Arnoldi's basis, without products
         w = (projected @ u[:, :, None])[:, :, 0]
         grown.append(lengths(w).log())
         u = unit(w)[:, :-1]

@@ -171,8 +171,10 @@ def turned(modulus, angle, ratio):
     ids=["200:1", "10:1", "20:1", "half a turn", "both signs", "defective", "zero"],
 )
 def test_the_radius_of_pairs_of_any_phase(matrix, iterations, dtype):
-    """The space of all products is the whole space, so only the rounding of M counts: it moves a double eigenvalue by
-    its root, and a pair by its product with the length of M."""
+    """The products span the whole space, so only the rounding of M counts.
+
+    It moves a double eigenvalue by its root, and a pair by its product with the length of M.
+    """
     exact = torch.linalg.eigvals(matrix).abs().max()
     moved = rounding(dtype) * max(1.0, float(torch.linalg.matrix_norm(matrix, 2)) ** 2)
     found = of_matrix(matrix.to(dtype), iterations=max(iterations, len(matrix)))
