@@ -70,7 +70,8 @@ def _changes_with_calls(module: nn.Module) -> bool:
 def difference(plan: Plan) -> float | None:
     """Largest difference between two evaluations at f(z0), relative to a sample's value; 0 if rounding explains it.
 
-    The point is f(z0), since z0 may be zeros, which dropout leaves as they are. None if the cell cannot be evaluated.
+    The point is f(z0), since z0 may be zeros, which dropout leaves as they are. None if the cell cannot
+    be evaluated, or no value is finite.
     """
     if not can_cancel(plan.cell) or is_cached(plan.cell):
         return None
@@ -87,8 +88,12 @@ def difference(plan: Plan) -> float | None:
         z = pytree.tree_unflatten([v.to(leaf.dtype) for v, leaf in zip(first, leaves, strict=True)], packing.spec)
         once, again = values_at(z), values_at(z)
     norms = partial(sample_norms, groups=packing.groups, factors=packing.factors)
-    gaps = norms([a - b for a, b in zip(once, again, strict=True)]) / torch.maximum(norms(once), norms(again))
-    gap = float(gaps.nan_to_num(0.0, posinf=0.0).max())
+    size = torch.maximum(norms(once), norms(again))
+    gaps = torch.where(size == 0, 0.0, norms([a - b for a, b in zip(once, again, strict=True)]) / size)
+    gaps = gaps[gaps.isfinite()]
+    if not len(gaps):
+        return None
+    gap = float(gaps.max())
     values, states = ({t.dtype for t in tensors} for tensors in (once, leaves))
     floor = residual_floor(values, states, packing.device, float32_products_eps(packing.device))
     return gap if gap > floor else 0.0

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ._checks import check_number
-from .solution import Solution
+from .solution import Solution, Status
 from .solve import solve
 from .solvers import Anderson, Solver, as_solver
+from .state.norms import lengths
+from .state.rows import per_row
 from .torch_internals.autograd import vjp
+
+RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
+AMPLIFICATION = 1e3  # |z - z*| / |f(z) - z| near a point with the slope 0.999
 
 
 @dataclass(frozen=True)
@@ -22,10 +27,13 @@ class FixedPoints:
     Attributes:
         value: (N, ...) the points, ordered by their number of starts, the largest first.
         starts: (N,) int64, the number of starts that led to each point.
-        residual: (N,) the solver's residual at each point, see ``Solution``.
+        residual: (N,) the solver's residual at each point, see ``Solution``; 0 at a point 0.
         eigenvalues: (N, D) complex, of the Jacobian of f at each point in its D numbers, largest modulus first; None if
             they were not computed.
-        solution: the ``Solution`` of all starts, the unconverged ones too.
+        slow: (M, ...) distinct results that did not converge, but move little: |f(z) - z| is at most the relative
+            tolerance times the length of their start, or of f there if it is shorter. They are slow points of f, or
+            fixed points near 0 that rounding hides. The other numbers do not count them.
+        solution: the ``Solution`` of all starts, the unconverged ones too. Starts that led to 0 have the value 0.
 
     Examples:
         >>> starts = torch.linspace(-1.2, 1.2, 41, dtype=torch.float64)[:, None]
@@ -39,18 +47,19 @@ class FixedPoints:
     starts: Tensor
     residual: Tensor
     eigenvalues: Tensor | None
+    slow: Tensor
     solution: Solution
 
     @property
     def unstable_directions(self) -> Tensor:
-        """(N,) int64, the number of eigenvalues of modulus at least 1.
+        """(N,) int64, the number of eigenvalues that are not inside the unit circle, or NaN.
 
         Raises:
             ValueError: eigenvalues were not asked for.
         """
         if self.eigenvalues is None:
             raise ValueError("eigenvalues were not computed: call find_fixed_points with eigenvalues=True")
-        return (self.eigenvalues.abs() >= 1).sum(dim=1)
+        return (~(self.eigenvalues.abs() < 1)).sum(dim=1)
 
     @property
     def stable(self) -> Tensor:
@@ -67,6 +76,7 @@ class FixedPoints:
             stable = int(self.stable.sum())
             points = f"{stable} stable, {len(self.value) - stable} unstable"
         converged = int(self.solution.converged.sum())
+        points += f", {len(self.slow)} slow" * bool(len(self.slow))
         return f"FixedPoints({points}, {converged} of {len(self.solution.status)} starts converged)"
 
 
@@ -81,17 +91,23 @@ def find_fixed_points(
 ) -> FixedPoints:
     """Find distinct fixed points z = f(z) from many starts, stable and unstable ones, with their eigenvalues.
 
-    Every start is one sample of a solve. Anderson's method finds saddles too, which iterates of f leave. States that a
-    trained network visits are good starts. For the dynamics of recurrent networks see Sussillo and Barak, Neural
-    Computation 2013; they minimise |f(z) - z|^2 by gradient descent, which also finds slow points.
+    Every start is one sample of a solve, and its result depends on no other start. Anderson's method finds saddles too,
+    which iterates of f leave. States that a trained network visits are good starts. For the dynamics of recurrent
+    networks see Sussillo and Barak, Neural Computation 2013. They minimise |f(z) - z|^2 by gradient descent, which also
+    finds slow points.
+
+    At a point near 0 no relative tolerance can be met. So 0 itself is a point if f(0) is exactly 0 and a start leads
+    there. A start leads to 0 if it comes nearer than the relative tolerance times its length, or times the length of f
+    there if it is shorter.
 
     Args:
         f: map of (B, ...) to the same shape, which treats each sample by itself.
         starts: (B, ...) float64 or float32. The relative tolerance is 1e-8 in float64, and 1e-5 in float32.
-        solver: as for ``solve``. None: ``Anderson`` with these relative tolerances and 1,000 evaluations. For points
-            near 0, its `atol` is the tolerance times the mean length of the starts.
+        solver: as for ``solve``. None: ``Anderson`` with these relative tolerances and 1,000 evaluations. A solver with
+            rtol=0 decides itself what is near 0.
         kernel: as for ``solve``.
-        distance: two results are one point if they are nearer than this times the largest length of a result.
+        distance: two results are one point if they are nearer than this times the longer of the two, or than 1,000
+            times their residuals |f(z) - z|.
         eigenvalues: whether to compute them: D products with the Jacobian of all points, and memory for their D x D.
 
     Returns:
@@ -108,13 +124,13 @@ def find_fixed_points(
     check_number("distance", distance, 0.0, low_open=True)
     if not (isinstance(starts, Tensor) and starts.dtype in (torch.float32, torch.float64) and starts.dim()):
         raise TypeError(f"starts must be a float32 or float64 tensor (B, ...), got {_described(starts)}")
-    if solver is None:
-        rtol = 1e-8 if starts.dtype == torch.float64 else 1e-5
-        lengths = _rows(starts).norm(dim=1)
-        length = float(lengths[lengths.isfinite()].mean().nan_to_num())  # solve refuses a start that is not finite
-        solver = Anderson(rtol, max_iter=1000, atol=rtol * length)
-    solution = solve(f, starts, as_solver(solver), kernel)
-    chosen = _distinct(solution, distance)
+    solver = Anderson(RTOL[starts.dtype], max_iter=1000) if solver is None else as_solver(solver)
+    near = _Nearness(f, starts, solver.rtol)
+    solution = near.at_zero(solve(f, starts, solver, kernel, stop_fn=near))
+    sizes = lengths(_rows(solution.value))
+    chosen = _distinct(solution, solution.converged, distance * sizes)
+    is_slow = ~solution.converged & (solution.residual_abs <= near.bound)
+    slow = _distinct(solution, is_slow, distance * torch.maximum(sizes, near.scale))
     index = torch.tensor([i for i, _ in chosen], dtype=torch.int64, device=starts.device)
     value = solution.value[index]
     return FixedPoints(
@@ -122,20 +138,57 @@ def find_fixed_points(
         starts=torch.tensor([count for _, count in chosen], dtype=torch.int64, device=starts.device),
         residual=solution.residual[index],
         eigenvalues=_eigenvalues(f, value) if eigenvalues else None,
+        slow=solution.value[[i for i, _ in slow]],
         solution=solution,
     )
 
 
-def _distinct(solution: Solution, distance: float) -> list[tuple[int, int]]:
-    """For each point: its result of least residual, and how many results are that point; the most frequent first."""
-    index = solution.converged.nonzero()[:, 0]
+class _Nearness:
+    """Stop rule that ends the samples that come to 0, if f(0) is 0.
+
+    Attributes:
+        scale: (B,) length of each sample's start or of f there, the shorter one. `rtol` times it is near.
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], starts: Tensor, rtol: float) -> None:
+        with torch.no_grad():
+            self.is_fixed = bool(len(starts)) and not bool(f(torch.zeros_like(starts[:1])).any())  # NaN counts as any
+        self.rtol, self.scale = rtol, torch.zeros(len(starts), dtype=starts.dtype, device=starts.device)
+
+    def __call__(self, z: Tensor, value: Tensor, k: int) -> Tensor:
+        if k == 1:
+            self.scale = torch.minimum(lengths(_rows(z)), lengths(_rows(value)))
+        return (lengths(_rows(value)) <= self.bound) & self.is_fixed
+
+    @property
+    def bound(self) -> Tensor:
+        """What is near for each sample, (B,)."""
+        return self.rtol * self.scale
+
+    def at_zero(self, solution: Solution) -> Solution:
+        """The solution, with 0 as the point of the samples that this rule has ended."""
+        ended = solution.status == Status.STOPPED
+        measures = {name: getattr(solution, name) for name in ("residual", "residual_rel", "residual_abs")}
+        return replace(
+            solution,
+            value=solution.value.masked_fill(per_row(ended, solution.value), 0.0),
+            status=solution.status.masked_fill(ended, Status.CONVERGED),
+            **{name: measure.masked_fill(ended, 0.0) for name, measure in measures.items()},
+        )
+
+
+def _distinct(solution: Solution, counted: Tensor, radius: Tensor) -> list[tuple[int, int]]:
+    """For each point: its result of least residual, and how many results are that point; the most frequent first.
+
+    Two of the `counted` results are one point if they are nearer than the `radius` (B,) of one of them.
+    """
+    index = counted.nonzero()[:, 0]
     left = index[solution.residual[index].argsort(stable=True)]
     values = _rows(solution.value)
-    lengths = values[left].norm(dim=1)
-    radius = distance * float(lengths.max()) if len(left) else 0.0
+    radius = torch.maximum(radius, AMPLIFICATION * solution.residual_abs)
     found = []
     while len(left):
-        near = (values[left] - values[left[0]]).norm(dim=1) <= radius
+        near = lengths(values[left] - values[left[0]]) <= torch.maximum(radius[left], radius[left[0]])
         found.append((int(left[0]), int(near.sum())))
         left = left[~near]
     return sorted(found, key=lambda point: -point[1])
@@ -153,7 +206,9 @@ def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
         (product,) = vjp([value], [z], [unit.view_as(points)])
         rows.append(flat if product is None else _rows(product))
     jacobian = torch.stack(rows, dim=1) if rows else points.new_zeros(len(points), 0, 0)
-    found = torch.linalg.eigvals(jacobian)
+    known = jacobian.isfinite().flatten(1).all(dim=1)
+    found = torch.full(jacobian.shape[:2], torch.nan, dtype=jacobian.dtype.to_complex(), device=jacobian.device)
+    found[known] = torch.linalg.eigvals(jacobian[known])
     return found.gather(1, found.abs().argsort(dim=1, descending=True))
 
 

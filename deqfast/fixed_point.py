@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from .adjoints import Adjoint
 from .block import DEQBlock
 from .solvers import Auto, Solver
-from .state.packing import Packing
-from .state.rows import per_row, rows_of
+from .state.norms import lengths, unit
+from .state.packing import LARGEST_SCALE, Packing
+from .state.rows import mark_samples, per_row
 from .torch_internals import pytree
+from .torch_internals.autograd import in_order_of
 from .torch_internals.dynamo import is_exporting, untraced
 
 ROOTS = Auto(rtol=0, atol=1e-6)  # xitorch too bounds |g| by 1e-6
@@ -53,7 +56,7 @@ def fixed_point(
         adjoint: how gradients are found, as for ``DEQBlock``.
         return_solution: return the Solution too.
         options: further ones of ``DEQBlock`` and of its call: kernel, sync_every, drop_converged, per_sample, trace,
-            stop_fn, scale, warn, groups. The warning comes at every call.
+            stop_fn, scale, warn, groups. The warning comes at every call. `per_sample` is a tuple like `args`.
 
     Returns:
         `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
@@ -88,22 +91,29 @@ def _check_options(function: str, options: dict[str, Any]) -> None:
         raise TypeError(f"{function} takes no {kept[0]!r}, which serves many calls: make a DEQBlock")
 
 
-class _Signed(nn.Module):
-    """z + sign g(z, *args), whose fixed points are the roots of g, as a cell of x = (args, sign of each row)."""
+class _Stepped(nn.Module):
+    """u + sign g(size u, *args), whose fixed points are roots over their sizes, as a cell of x = (args, steps).
+
+    A step (N,) of each row is sign times size. The residual is |g|, whatever the size.
+    """
 
     def __init__(self, g: Callable[..., Any]) -> None:
         super().__init__()
         self.g = g
 
-    def forward(self, z: Any, x: tuple[tuple[Any, ...], Tensor]) -> Any:
-        args, sign = x
-        value = self.g(z, *args)
-        states, spec = pytree.tree_flatten(z)
-        values = pytree.tree_leaves(value)
-        if [v.shape for v in values] != [z.shape for z in states]:
+    def forward(self, u: Any, x: tuple[tuple[Any, ...], Tensor]) -> Any:
+        args, steps = x
+        value = self.g(_times(steps.abs(), u), *args)
+        states, values = pytree.tree_leaves(u), in_order_of(u, value)
+        if [v.shape for v in values] != [u.shape for u in states]:
             return value  # the solve refuses this value; a sum would broadcast it
-        signed = [z + per_row(sign, z).to(z.dtype) * v for z, v in zip(states, values, strict=True)]
-        return pytree.tree_unflatten(signed, spec)
+        stepped = [u + per_row(steps.sign(), u).to(u.dtype) * v for u, v in zip(states, values, strict=True)]
+        return pytree.tree_unflatten(stepped, pytree.tree_structure(u))
+
+
+def _times(numbers: Tensor, tree: Any) -> Any:
+    """The tree with each row times its number (N,)."""
+    return pytree.tree_map(lambda leaf: leaf * per_row(numbers, leaf).to(leaf.dtype), tree)
 
 
 def root(
@@ -118,8 +128,11 @@ def root(
 ) -> Any:
     """Root z* of g(z*, *args) = 0, differentiable in `args` and in the parameters of g.
 
-    It is the fixed point of f(z) = z + sign g(z), whose residual f(z) - z is sign g(z). The right sign depends on g.
-    Plain iteration needs the sign for which a step along sign g reduces |g|. Broyden and Anderson need it less.
+    It is the fixed point of f(z) = z + s g(z), with a step s of each row. The right sign and size of s depend on g:
+    plain iteration needs the sign for which a step reduces |g|, and a size near the inverse of g's slope. A factor of g
+    changes neither the iterates nor the evaluations for a tolerance with the same factor.
+
+    The solver works on z / |s|, so that its residual is |g|. Its other tolerance, `rtol`, is relative to z / |s|.
 
     Args:
         g: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
@@ -127,9 +140,11 @@ def root(
         args: tensors, pytrees of them, or anything else that g takes.
         solver: of the forward solve, as for ``DEQBlock``; choose an absolute tolerance, which bounds |g|.
         adjoint: how gradients are found, as for ``DEQBlock``.
-        sign: 1 or -1; None: found for each row of z0 by a trial, which costs two evaluations of g.
+        sign: s, 1 or -1; None: sign and size are found for each row of z0, or for each of the `groups`. This costs
+            three evaluations of g: at z0, near z0, and about as far from z0 as z0 is long, plus 1 for each number. If
+            the last is not finite, the second decides.
         return_solution: return the Solution too, whose residual is |g| if the tolerance is absolute.
-        options: as for ``fixed_point``.
+        options: as for ``fixed_point``. The `stop_fn` is given z and z + s g(z).
 
     Returns:
         `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
@@ -160,27 +175,59 @@ def _solve_root(
     return_solution: bool,
     options: dict[str, Any],
 ) -> Any:
-    leaf = pytree.tree_leaves(z0)[0]
-    signs = _falling(g, z0, args) if sign is None else torch.full((len(leaf),), float(sign), device=leaf.device)
-    return _solve(_Signed(g), z0, (args, signs), return_solution, options)
+    packing = Packing(z0, options.get("groups"))
+    rows = packing.leaves[0].shape[0]
+    steps = _tried(g, z0, args, packing) if sign is None else torch.full((rows,), float(sign), device=packing.device)
+    marks = mark_samples(args, rows, options.get("per_sample"))
+    if None not in marks:  # else x, which has the steps too, is judged like args
+        options["per_sample"] = pytree.tree_unflatten(marks, pytree.tree_structure(args)), True
+    sizes = steps.abs()
+    if (stop_fn := options.get("stop_fn")) is not None:
+        options["stop_fn"] = lambda u, value, k: stop_fn(_times(sizes, u), _times(sizes, value), k)
+    u, solution = _solve(_Stepped(g), _times(1 / sizes, z0), (args, steps), True, options)
+    z = _times(sizes, u)
+    return (z, replace(solution, value=_times(sizes, solution.value))) if return_solution else z
 
 
 @torch.no_grad()
-def _falling(g: Callable[..., Any], z0: Any, args: tuple[Any, ...]) -> Tensor:
-    """Sign (N,) with which a step along g reduces each row's |g|, by a finite difference at z0."""
-    states, spec = pytree.tree_flatten(z0)
-    values = Packing(z0).check_value(g(z0, *args))
-    size = _dots(states, states).sqrt()
-    step = torch.finfo(size.dtype).eps ** 0.5 * (1 + size) / _dots(values, values).sqrt().clamp_min(TINY)
-    moved = [z + per_row(step, value) * value for z, value in zip(states, values, strict=True)]
-    changed = pytree.tree_leaves(g(pytree.tree_unflatten(moved, spec), *args))
-    slope = _dots([new - value for new, value in zip(changed, values, strict=True)], values)
-    return torch.where(slope > 0, -1.0, 1.0)
+def _tried(g: Callable[..., Any], z0: Any, args: tuple[Any, ...], packing: Packing) -> Tensor:
+    """Steps (N,) along g that reduce |g|, from g at two points near z0.
+
+    The first point gives the sign: it lies along g, as near as rounding allows. The other is as far as z0 is long, plus
+    1 for each number, with signs in no order. So it also finds stiff directions, and a slope that is zero at z0 only.
+    """
+
+    def evaluated(z: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        leaves = packing.check_value(g(pytree.tree_unflatten(z, packing.spec), *args))
+        return leaves, packing.pack(pytree.tree_unflatten(leaves, packing.spec)).double()
+
+    def of_rows(numbers: Tensor) -> Tensor:
+        return numbers if packing.groups is None else packing.groups.of_rows(numbers)
+
+    def change(distance: Tensor, directions: list[Tensor]) -> Tensor:
+        """Change of g, over the distance."""
+        share = of_rows(distance / length.clamp_min(TINY))
+        moved = [(z + per_row(share, d) * d).to(z.dtype) for z, d in zip(starts, directions, strict=True)]
+        return (evaluated(moved)[1] - value) / distance[:, None]
+
+    starts = packing.spec.flatten_up_to(z0)
+    along, value = evaluated(starts)
+    length, size = lengths(value), lengths(packing.pack(z0).double())
+    eps = max(torch.finfo(leaf.dtype).eps for leaf in starts)
+    nearby = eps**0.5 * (1 + size)
+    near = change(nearby, along)
+    sign = torch.where((unit(near) * unit(value)).sum(dim=1) > 0, -1.0, 1.0)
+    far = change(value.shape[1] ** 0.5 + size, [d * (per_row(of_rows(sign), d) * _signs(d)).to(d.dtype) for d in along])
+    slope = torch.fmax((lengths(near) - 2 * eps * length / nearby).clamp_min(0), lengths(far))  # without rounding
+    known = (slope > 0) & torch.isfinite(slope) & all(leaf.dtype != torch.float16 for leaf in starts)
+    step = torch.where(known, 1 / slope, 1.0).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+    return of_rows(sign * step).detach()
 
 
-def _dots(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """Real inner products (N,) of the rows of two lists of tensors."""
-    return torch.stack([(rows_of(x) * rows_of(y)).sum(dim=1) for x, y in zip(a, b, strict=True)]).sum(dim=0)
+def _signs(like: Tensor) -> Tensor:
+    """Signs in no order for the numbers of a row, without a random generator, which torch.vmap refuses."""
+    numbers = torch.arange(like.shape[1:].numel(), dtype=torch.float64, device=like.device)
+    return numbers.square().cos().sign().view(like.shape[1:])
 
 
 def _solve(cell: nn.Module, z0: Any, x: tuple[Any, ...], return_solution: bool, options: dict[str, Any]) -> Any:

@@ -20,11 +20,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from deqfast import (
+    JFB,
+    SHINE,
     Anderson,
     Broyden,
     DEQBlock,
     FCCell,
     Implicit,
+    Neumann,
+    Phantom,
     Picard,
     ResidualCell,
     Reversible,
@@ -34,7 +38,7 @@ from deqfast import (
     solve,
 )
 from deqfast.adjoints import Adjoint
-from deqfast.testing import after_solve, amplification, assert_close, rounding
+from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
 
 EPS = rounding(torch.float32)
 ADJOINTS = ("jfb", "implicit", "neumann", "phantom", "reversible", "unrolled")
@@ -360,3 +364,51 @@ class TestErrors:
             DEQBlock(lambda z, x: x[:, :2], adjoint=adjoint)(torch.ones(2, 3))
         with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
             DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 1), z0=torch.tensor([[0.0], [torch.nan]]))
+
+
+class Swapping(nn.Module):
+    """A cell of two tensors, whose value has its keys in another order than z."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.gain, self.order = nn.Parameter(torch.tensor(0.5)), order
+
+    def forward(self, z, x):
+        value = {"a": self.gain * torch.tanh(z["b"]) + x, "b": 0.3 * z["a"] - 2 * x}
+        return {key: value[key] for key in self.order}
+
+
+class OwnSwapping(Swapping):
+    """The same with a ``fixed_point`` of its own."""
+
+    def fixed_point(self, x, z0, solver, kernel):
+        return solve(lambda z: self(z, x), {key: z0[key] for key in self.order}, solver, kernel)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("cell", [Swapping, OwnSwapping])
+@pytest.mark.parametrize(
+    "adjoint",
+    [
+        JFB(),
+        Implicit(Broyden(1e-5, 50)),
+        Neumann(),
+        Phantom(3),
+        SHINE(),
+        Unrolled(20),
+        Unrolled(20, checkpoint=True),
+        Reversible(8),
+    ],
+    ids=lambda adjoint: type(adjoint).__name__,
+)
+def test_values_are_matched_by_their_keys(adjoint, cell, compiled):
+    """Also where the tensors have the same shape, which hides a swap."""
+    x, found = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), []
+    z0 = {"a": torch.zeros_like(x), "b": torch.zeros_like(x)}
+    for order in (["a", "b"], ["b", "a"]):
+        block = DEQBlock(cell(order), Anderson(1e-5, 50), adjoint)
+        z = (torch.compile(block, backend="eager") if compiled else block)(x, z0)
+        assert list(z) == list(z0)
+        (2 * z["a"] + z["b"]).sum().backward()
+        found.append([z["a"].detach(), z["b"].detach(), block.cell.gain.grad])
+    assert_close(found[1], found[0], GRADIENT)

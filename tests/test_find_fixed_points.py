@@ -106,3 +106,63 @@ def test_without_eigenvalues_stability_is_refused():
 def test_bad_arguments_are_named(given, error, said):
     with pytest.raises(error, match=re.escape(said)):
         deqfast.find_fixed_points(cubic, **{"starts": grid(1)} | given)
+
+
+def decays(kind, width, dtype):
+    """Maps with one fixed point, 0, to which all starts lead."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.linalg.qr(torch.randn(width, width, dtype=dtype, generator=generator)).Q / 2
+    return {"tanh": lambda z: 0.5 * z.tanh(), "half": lambda z: 0.5 * z, "matrix": lambda z: (z @ weight).tanh()}[kind]
+
+
+@pytest.mark.parametrize("dtype", [FP64, torch.float32])
+@pytest.mark.parametrize("kind", ["tanh", "half", "matrix"])
+def test_zero_is_one_point(kind, dtype):
+    starts = torch.randn(100, 20, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    starts[0], starts[1] = 0, 1e9
+    found = deqfast.find_fixed_points(decays(kind, 20, dtype), starts)
+    assert found.value.shape == (1, 20) and not found.value.any() and not found.residual.any()
+    assert found.starts.tolist() == [100] and bool(found.stable) and found.solution.converged.all()
+    assert not len(found.slow)
+
+
+def test_no_start_depends_on_another():
+    starts = torch.linspace(-2, 2, 9, dtype=FP64)[:, None]
+    far = torch.tensor([[1e9], [-1e30], [1e-300]], dtype=FP64)
+    for f in (torch.cos, cubic, lambda z: 0.5 * z, lambda z: 0.5 * z + 1):
+        own = deqfast.find_fixed_points(f, starts).solution
+        found = deqfast.find_fixed_points(f, torch.cat([starts, far]))
+        assert torch.equal(found.solution.value[:9], own.value) and torch.equal(found.solution.status[:9], own.status)
+        gaps = (f(found.value) - found.value).abs()
+        assert (gaps <= 1e-8 * f(found.value).abs()).all() and (found.residual <= 1e-8).all()
+
+
+def test_points_of_different_size_stay_apart():
+    """A point far away says nothing about the distance of others."""
+    f = lambda z: z - 0.1 * torch.tanh(z * (z - 1) * (z - 2) * (1000 - z) / 1000)  # noqa: E731
+    starts = torch.cat([torch.linspace(-0.5, 2.5, 31), torch.linspace(900, 1100, 11)]).to(FP64)[:, None]
+    found = deqfast.find_fixed_points(f, starts)
+    points = {round(z, 3): bool(stable) for z, stable in zip(found.value[:, 0].tolist(), found.stable, strict=True)}
+    assert points == {0.0: True, 1.0: False, 2.0: True, 1000.0: False}
+
+
+def test_slow_points_are_apart():
+    """f moves by at least 1e-10: it has no fixed point, and near 0 it is slow."""
+    found = deqfast.find_fixed_points(lambda z: z + 1e-10 + z**2, torch.tensor([[0.1], [0.2]], dtype=FP64))
+    assert len(found.value) == 0 and len(found.slow) == 1 and ", 1 slow" in repr(found)
+    assert found.starts.shape == (0,) and not found.solution.converged.any()
+    drift = deqfast.find_fixed_points(lambda z: z + 0.3, torch.rand(4, 2))
+    assert len(drift.value) == 0 and len(drift.slow) == 0
+
+
+def test_a_solver_with_an_absolute_tolerance():
+    solver = deqfast.Anderson(rtol=0, atol=1e-6, max_iter=100)
+    assert len(deqfast.find_fixed_points(cubic, grid(1, 21), solver).value) == 3
+    found = deqfast.find_fixed_points(decays("half", 3, FP64), grid(3, 5), solver)
+    assert len(found.value) == 1 and found.value.abs().max() <= 2e-6
+
+
+def test_a_point_without_a_jacobian_is_not_called_stable():
+    found = deqfast.find_fixed_points(lambda z: 0.5 * z.square().sqrt(), torch.rand(4, 1) + 1)
+    assert not found.value.any() and found.eigenvalues.isnan().all()
+    assert found.unstable_directions.tolist() == [1] and not bool(found.stable)

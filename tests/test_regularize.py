@@ -1,5 +1,7 @@
 """Jacobian penalty and spectral radius against dense Jacobians."""
 
+import math
+
 import pytest
 import torch
 
@@ -139,3 +141,122 @@ def test_a_radius_of_zero_and_bad_numbers():
         spectral_radius(lambda z, x: z, z, None, iterations=1)
     with pytest.raises(ValueError, match="probes must be at least 1, got 0"):
         jacobian_penalty(lambda z, x: z, z, None, probes=0)
+
+
+def of_matrix(matrix, rows=4, **settings):
+    """Spectral radius of z -> z M at several rows of the dtype of M."""
+    z = torch.zeros(rows, len(matrix), dtype=matrix.dtype)
+    return spectral_radius(lambda z, x: z @ matrix + x, z, z, **settings)
+
+
+def turned(modulus, angle, ratio):
+    """Rotation by the angle, times the modulus, in a basis whose axes have this ratio."""
+    a, b = modulus * math.cos(angle), modulus * math.sin(angle)
+    return torch.tensor([[a, -b * ratio], [b / ratio, a]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("iterations", [2, 19, 49, 50, 54, 100])
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        turned(1.1, math.pi / 2, 200),
+        turned(1.1, math.pi / 2, 10),
+        turned(1.03, 0.7, 20),
+        turned(0.97, 3.1, 20),
+        torch.diag(torch.tensor([0.9, -0.9, 0.3], dtype=torch.float64)),
+        torch.tensor([[0.9, 1.0], [0.0, 0.9]], dtype=torch.float64),
+        torch.zeros(3, 3, dtype=torch.float64),
+    ],
+    ids=["200:1", "10:1", "20:1", "half a turn", "both signs", "defective", "zero"],
+)
+def test_the_radius_of_pairs_of_any_phase(matrix, iterations, dtype):
+    """The products span the whole space, so only the rounding of M counts.
+
+    It moves a double eigenvalue by its root, and a pair by its product with the length of M.
+    """
+    exact = torch.linalg.eigvals(matrix).abs().max()
+    moved = rounding(dtype) * max(1.0, float(torch.linalg.matrix_norm(matrix, 2)) ** 2)
+    found = of_matrix(matrix.to(dtype), iterations=max(iterations, len(matrix)))
+    assert ((found - exact).abs() <= max(moved, 2 * rounding(dtype) ** 0.5 * float(exact))).all(), found
+    assert matrix.any() or not found.any()
+
+
+@pytest.mark.parametrize("kind", ["dense", "in a basis of 100:1", "symmetric", "orthogonal"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_radius_of_random_matrices(kind, seed):
+    """An accepted value errs by at most a tenth times the condition of the eigenvalue.
+
+    The growth of 25 products errs by the 25th root of a factor of a few.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(50, 50, dtype=torch.float64, generator=generator) / 50**0.5
+    if kind == "in a basis of 100:1":
+        axes = torch.logspace(0, 2, 50, dtype=torch.float64)
+        matrix = axes[:, None] * matrix / axes
+    elif kind == "symmetric":
+        matrix = matrix + matrix.T
+    elif kind == "orthogonal":
+        matrix = torch.linalg.qr(matrix).Q
+    exact = torch.linalg.eigvals(matrix).abs().max()
+    assert ((of_matrix(matrix) / exact - 1).abs() < 0.1).all()
+    assert ((of_matrix(matrix, iterations=200) / exact - 1).abs() < 0.02).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_very_long_and_very_short_products(dtype, size):
+    matrix = size * turned(1.1, 1.0, 3).to(dtype)
+    assert_close(of_matrix(matrix), torch.full((4,), 1.1 * size, dtype=torch.float64), 10 * rounding(dtype))
+    wide = torch.full((400, 400), 1e-2 * size, dtype=dtype)  # in float32 1e30 times 400 ones, whose square overflows
+    assert_close(of_matrix(wide, 2), torch.full((2,), 4 * size, dtype=torch.float64), 10 * rounding(dtype))
+
+
+def test_samples_groups_tuples_and_complex_states_each_have_their_radius():
+    scale = torch.tensor([0.5, 1.0, 0.0, 2.0], dtype=torch.float64)[:, None]
+    matrix = turned(1.1, math.pi / 2, 200)
+    z = torch.zeros(4, 2, dtype=torch.float64)
+    assert_close(spectral_radius(lambda z, x: scale * (z @ matrix), z, None), 1.1 * scale[:, 0], 1e-6)
+
+    def of_tuple(z, x):
+        both = scale * (torch.cat([z["a"], z["b"]], dim=1) @ matrix)
+        return {"b": both[:, 1:], "a": both[:, :1]}
+
+    found = spectral_radius(of_tuple, {"a": z[:, :1], "b": z[:, 1:]}, None)
+    assert_close(found, 1.1 * scale[:, 0], 1e-6)
+    groups = torch.tensor([0, 1, 0, 1])
+
+    def of_groups(z, x):
+        pairs = torch.stack([z[:2, 0], z[2:, 0]], dim=1) @ matrix * torch.tensor([[1.0], [2.0]], dtype=z.dtype)
+        return torch.cat([pairs[:, 0], pairs[:, 1]])[:, None]
+
+    assert_close(
+        spectral_radius(of_groups, z[:, :1], None, groups=groups), torch.tensor([1.1, 2.2], dtype=z.dtype), 1e-6
+    )
+    turn = torch.polar(scale, torch.full_like(scale, 2.0))
+    found = spectral_radius(lambda z, x: turn * z, torch.zeros(4, 3, dtype=torch.complex128), None)
+    assert_close(found, scale[:, 0], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", ["small", "ordinary", "large"])
+def test_internalisation_of_any_finite_numbers(dtype, size):
+    """|z0 - z*| is twice |z*|, up to the rounding of z0."""
+    information = torch.finfo(dtype)
+    number = {"small": information.tiny, "ordinary": 20.0, "large": information.max / 4}[size]
+    z = torch.full((2, 1000), number, dtype=dtype)
+    z0 = (-z).requires_grad_()
+    loss = internalisation(z0, z)
+    loss.backward()
+    assert_close(loss, torch.tensor(4.0, dtype=loss.dtype), rounding(torch.float32))
+    if size == "ordinary":
+        assert z0.grad.isfinite().all() and (z0.grad < 0).all()
+
+
+def test_the_penalty_of_large_and_of_small_jacobians():
+    """The mean of the squares is a float32, and their sum is not."""
+    x = torch.zeros(64, 64)
+    for size in (1e18, 1e-18):
+        penalty = jacobian_penalty(lambda z, x, size=size: size * z, x, x, probes=20)
+        assert penalty.dtype == torch.float32
+        assert abs(float(penalty) / float(torch.tensor(size).double() ** 2) - 1) < 5 * (2 / (64 * 64 * 20)) ** 0.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ def test_roots_and_their_slopes(sign, direction):
 def test_the_sign_is_each_rows_own():
     a, z0 = given(requires_grad=False)
     turn = torch.tensor([[1.0], [-1.0], [1.0]], dtype=torch.float64)
-    plain = deqfast.Picard(rtol=0, atol=1e-8, max_iter=200, relaxation=0.05)
+    plain = deqfast.Picard(rtol=0, atol=1e-8, max_iter=200, relaxation=0.2)
     z, solution = deqfast.root(lambda z, a, turn: turn * cubic(z, a), z0, a, turn, solver=plain, return_solution=True)
     assert solution.converged.all() and (cubic(z, a).abs() <= 1e-7).all()
 
@@ -74,3 +76,106 @@ def test_a_value_of_another_shape_is_refused(sign):
     """A sum with z would broadcast it."""
     with pytest.raises(ValueError, match=r"f must return the shape of its argument, \(2, 3\), got \(2, 1\)"):
         deqfast.root(lambda z: z[:, :1], torch.ones(2, 3), sign=sign)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_value_is_matched_by_its_keys(kind, width):
+    """Also when z = g(z) has a solution that g(z) = 0 has not."""
+    a = torch.full((2, 1), 1.0, dtype=torch.float64, requires_grad=True)
+    z0 = {"a": torch.zeros(2, width, dtype=torch.float64), "b": torch.zeros(2, 1, dtype=torch.float64)}
+    options = {"adjoint": EXACT, "return_solution": True}
+    z, solution = deqfast.root(lambda z, a: kind(b=0.5 * z["b"] + a, a=0.5 * z["a"] + 3 * a), z0, a, **options)
+    assert solution.converged.all() and z["b"].shape == (2, 1)
+    assert_close(z["b"], torch.full((2, 1), -2.0, dtype=torch.float64), 1e-6)
+    assert_close(z["a"], torch.full((2, width), -6.0, dtype=torch.float64), 1e-6)
+    assert_close(torch.autograd.grad(z["b"].sum(), a)[0], torch.full_like(a, -2.0), GRADIENT)
+
+
+def dominant(z, c, p):
+    """Diagonally dominant, with slopes of 8 to 12, times c."""
+    neighbours = torch.nn.functional.pad(z[:, 1:], (0, 1)) + torch.nn.functional.pad(z[:, :-1], (1, 0))
+    return c * (10 * z - neighbours + 0.1 * z**2 - p)
+
+
+@pytest.mark.parametrize("unknowns", [1000, 3000])
+def test_a_factor_of_g_changes_no_evaluation(unknowns):
+    p = torch.randn(1, unknowns, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    options = {"return_solution": True, "kernel": "torch"}
+    evaluations = []
+    for c in (1e-3, 0.03, 1.0, 30.0, 1e3):
+        z, solution = deqfast.root(lambda z, c=c: dominant(z, c, p), torch.zeros_like(p), **options)
+        assert solution.converged.all() and dominant(z, c, p).norm() <= 1e-6
+        assert_close(solution.residual_abs, dominant(z, c, p).norm(dim=1), 0.01)
+        solver = deqfast.Auto(rtol=0, atol=1e-6 * c)
+        z, solution = deqfast.root(lambda z, c=c: dominant(z, c, p), torch.zeros_like(p), solver=solver, **options)
+        evaluations.append(solution.evaluations)
+    assert max(evaluations) <= 1.25 * min(evaluations), evaluations
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_each_row_has_a_step_of_its_own_size(turn, scale):
+    a, z0 = given(requires_grad=False)
+    factors = torch.tensor([[1.0], [turn * scale], [1.0]], dtype=torch.float64)
+    solver = deqfast.Picard(rtol=0, atol=1e-6, max_iter=200, relaxation=0.2)  # with one size for all it diverges
+    z = deqfast.root(lambda z, a, b: b * cubic(z, a), z0, a, factors, solver=solver)
+    assert (factors * cubic(z, a)).abs().max() <= 1e-6
+
+
+def test_groups_share_a_step():
+    a = torch.tensor([[1.0], [2.0], [-20.0]], dtype=torch.float64)
+    groups = torch.tensor([0, 0, 1])
+    z, solution = deqfast.root(lambda z: z**3 + z - a, torch.zeros_like(a), groups=groups, return_solution=True)
+    assert solution.converged.tolist() == [True, True] and cubic(z, a).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("start", [0.0, 1e-4])
+def test_a_start_without_slope(start):
+    """The step's size comes from a point that is not near."""
+    z0 = torch.full((1, 1), start, dtype=torch.float64)
+    z, solution = deqfast.root(lambda z: z**3 - 2, z0, return_solution=True)
+    assert solution.converged.all() and abs(float(z) - 2 ** (1 / 3)) < 1e-6
+
+
+def test_a_start_that_is_a_root_and_half_precision():
+    z, solution = deqfast.root(lambda z: z - 3, torch.full((1, 2), 3.0), return_solution=True)
+    assert solution.converged.all() and z.tolist() == [[3.0, 3.0]]
+    start = torch.full((1, 2), 1000.0, dtype=torch.float16)  # over a size of 1 / 100 it would overflow
+    solver = deqfast.Auto(rtol=0, atol=1.0)
+    z, solution = deqfast.root(lambda z: 100 * (z - 1001), start, solver=solver, return_solution=True)
+    assert solution.converged.all() and z.tolist() == [[1001.0, 1001.0]]
+
+
+def test_per_sample_concerns_the_arguments():
+    a = torch.tensor([[2.0], [5.0]], dtype=torch.float64)
+    square, options = torch.eye(2, dtype=torch.float64), {"drop_converged": True, "warn": False}
+    z = deqfast.root(lambda z, a: z**3 - a, torch.ones_like(a), a, per_sample=(True,), **options)
+    assert_close(z**3, a, 1e-5)
+    # A single (B, B) argument has rows of samples, as a single x of a block has. The steps are not the user's.
+    z0, seen = torch.ones(2, 2, dtype=torch.float64), []
+
+    def g(z, a):
+        seen.append(len(a))
+        return z**3 - a - torch.tensor([[1.0], [64.0]], dtype=z.dtype)[: len(z)]
+
+    deqfast.root(g, z0, square, **options)
+    with pytest.raises(
+        ValueError, match=r"per_sample must hold True or False in the structure of x.*got \(True, True\)"
+    ):
+        deqfast.root(lambda z, a: z**3 - a, torch.ones_like(a), a, per_sample=(True, True), **options)
+
+
+def test_the_stop_rule_sees_z():
+    a, z0 = given(requires_grad=False)
+    seen = []
+
+    def stop(z, value, k):
+        seen.append((z, value))
+        return torch.zeros(len(z), dtype=torch.bool)
+
+    z = deqfast.root(lambda z: 8 * cubic(z, a), z0, stop_fn=stop)
+    assert seen[0][0].tolist() == z0.tolist()
+    assert_close(seen[-1][0], z, 1e-3)
+    steps = (seen[0][1] - seen[0][0]) / (8 * cubic(z0, a))
+    assert (steps < 0).all() and (steps > -1 / 8).all()

@@ -94,7 +94,7 @@ class Unrolled(Iterated):
         for _ in range(steps):
             value = evaluate(cell, z, x)
             packing.check_value(value)
-            previous, z = z, pytree.tree_map(lambda new, old: new.to(old.dtype), value, z)
+            previous, z = z, pytree.tree_map(lambda old, new: new.to(old.dtype), z, value)  # in the order of z
             judge.see(previous, value)
         return z, judge.solution(z)
 

@@ -89,7 +89,7 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
     radius, norm = spectral_radius(problem.cell, z, plan.x, groups=plan.groups), measure.norm(problem, z)
     step = measure.first_step(problem, z)
     again = [from_start(measure.random_state(problem, z)) for _ in range(starts if bool(settled.any()) else 0)]
-    alone = measure.alone(problem, z, 0)
+    alone = measure.alone(problem, z, int(settled.int().argmax()))
     is_coupled = alone is not None and alone > measure.UNCOUPLED
     gradients = {}
     if bool(settled.any()):

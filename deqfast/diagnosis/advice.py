@@ -93,6 +93,7 @@ def _why_none(d: Any) -> str:
 
 
 def _of_answers(d: Any) -> Iterator[str]:
+    yield from _of_broken_values(d)
     identity = median(d.step) < COLLAPSED
     if identity:
         yield (
@@ -114,6 +115,18 @@ def _of_answers(d: Any) -> Iterator[str]:
     sizes = [size for size in pytree.tree_leaves(d.sizes) if size > 0]
     if not d.scaled and len(sizes) > 1 and max(sizes) > SIZES_APART * min(sizes):
         yield f"The tensors of z are of different size, and small ones hardly count: set scale={rounded(d.sizes)}."
+
+
+def _of_broken_values(d: Any) -> Iterator[str]:
+    """Advice on values that are not finite though the solve met none, or not only there."""
+    found = {"f is not finite at a random state as large as z*": ~d.step.isfinite()}
+    found["The Jacobian at z* is not finite"] = d.settled & ~(d.radius.isfinite() & d.norm.isfinite())
+    for what, broken in found.items():
+        if bool(broken.any()):
+            yield (
+                f"{what} in {int(broken.sum())} of {len(broken)} samples: keep arguments of roots, logarithms and "
+                "divisions away from their limits, such as by torch.clamp or torch.nn.functional.softplus."
+            )
 
 
 def _of_gradients(d: Any) -> Iterator[str]:

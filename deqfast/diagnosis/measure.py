@@ -19,6 +19,7 @@ from ..solution import Solution, Status
 from ..solvers import Anderson, Broyden, Picard, Solver
 from ..state.floors import float32_products_eps, residual_floor
 from ..state.norms import sample_norms
+from ..state.packing import is_of_state
 from ..state.rows import per_row, rows_of
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, not_leaves, vjp
@@ -30,6 +31,8 @@ BUDGET = 100  # evaluations of a trial: a cell that needs more is too slow to tr
 NORM_PRODUCTS = 20  # of a power iteration for the norm, which is then at most a few percent too low
 EXACT = Implicit(Broyden(1e-6, 200))  # errors measured against it are far above 1e-6
 UNCOUPLED = 0.02  # a smaller change of a value without the other samples counts as none; above the rounding of bf16
+NUDGE = 0.01  # relative change of x; above the rounding of bf16
+IGNORED = 0.01  # a smaller change of the value, per change of x, counts as none
 SHRINKS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # factors of z, tried in this order: the first changes the cell least
 
 
@@ -203,15 +206,20 @@ def dependence(problem: Problem, z: Any, settled: Tensor) -> Tensor:
 
 
 def alone(problem: Problem, z: Any, row: int) -> float | None:
-    """Change of a row's f(z), relative, if the cell gets this row only; None if it has groups or does not take it."""
+    """Change of a row's f(z), relative, if the cell gets this row only; infinite if only this is not finite.
+
+    None if the cell has groups or does not take the row, or if f(z) is not finite in the batch.
+    """
     rows = torch.tensor([row], device=problem.packing.device)
     if problem.packing.groups is not None:
         return None
     part, f = problem.of_rows(z, rows)
     with torch.no_grad():
         whole = problem.map(lambda leaf: leaf.index_select(0, rows), problem.f(z))
+        if not math.isfinite(problem.norms(whole)):
+            return None
         try:
-            return float(problem.distances(whole, f(part)))
+            return float(problem.distances(whole, f(part)).nan_to_num(math.inf))
         except (RuntimeError, ValueError):  # such as for a cell that holds tensors of the whole batch
             return None
 
@@ -266,11 +274,14 @@ def _estimate(adjoint: Adjoint, norms: Tensor) -> Tensor:
 
 
 def find_remedy(problem: Problem) -> Remedy | None:
-    """First change of the cell with which all samples converge by the block's solver; if possible by its max_iter."""
-    own, slow = problem.plan.solver, None
-    for change, f in _changed(problem):
-        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), f)
-        if bool(solution.converged.all()):
+    """First change of the cell with which all samples converge by the block's solver; if possible by its max_iter.
+
+    A change with which z* does not depend on x is none.
+    """
+    own, slow, x = problem.plan.solver, None, problem.plan.x
+    for change, cell in _changed(problem):
+        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), partial(_at, cell, x))
+        if bool(solution.converged.all()) and _depends(problem, cell, solution.value):
             remedy = Remedy(change, int(solution.iterations.max()))
             if remedy.evaluations <= own.max_iter:
                 return remedy
@@ -278,18 +289,47 @@ def find_remedy(problem: Problem) -> Remedy | None:
     return slow
 
 
-def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+def _at(cell: Callable[[Any, Any], Any], x: Any, z: Any) -> Any:
+    return cell(z, x)
+
+
+@torch.no_grad()
+def _depends(problem: Problem, cell: Callable[[Any, Any], Any], z: Any) -> bool:
+    """Return whether the cell's value at z follows a small change of x; True if x has no numbers to change.
+
+    Near a fixed point that does not follow x, such as 0 for a cell that multiplies z by x, its value does not either.
+    The change is relative to z or to the value at the start, the longer one, since z may be 0.
+    """
+    x = pytree.tree_map(lambda leaf: _nudged(leaf) if isinstance(leaf, Tensor) else leaf, problem.plan.x)
+    if not any(isinstance(leaf, Tensor) and is_of_state(leaf) for leaf in pytree.tree_leaves(x)):
+        return True
+    moved = problem.norms(problem.map(torch.sub, cell(z, x), cell(z, problem.plan.x)))
+    size = torch.maximum(problem.norms(z), problem.norms(cell(problem.plan.z0, problem.plan.x)))
+    return bool((moved > NUDGE * IGNORED * size).any())
+
+
+def _nudged(leaf: Tensor) -> Tensor:
+    return leaf + NUDGE * (_size(leaf) or 1.0) * torch.randn_like(leaf) if is_of_state(leaf) else leaf
+
+
+def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
     leaves = problem.leaves(problem.plan.z0)
-    if not any(leaf.is_complex() or leaf.dim() < 2 for leaf in leaves):
+    if not any(leaf.is_complex() or leaf.dim() < 2 or _normalises(leaf) <= 2 for leaf in leaves):
         norms = " and ".join(dict.fromkeys(f"torch.nn.{_norm_for(leaf)}" for leaf in leaves))
-        yield f"normalise the cell's value, by {norms} last", lambda z: problem.map(_normalised, problem.f(z))
+        change = f"normalise the cell's value, by {norms} last"
+        yield change, lambda z, x: problem.map(_normalised, problem.cell(z, x))
     for shrink in SHRINKS:
         change = f"give it {shrink:g} z in place of z, or smaller weights, bounded by torch.nn.utils.parametrizations"
         yield change, partial(_of_shrunk, problem, shrink)
 
 
-def _of_shrunk(problem: Problem, shrink: float, z: Any) -> Any:
-    return problem.f(problem.map(lambda leaf: shrink * leaf, z))
+def _of_shrunk(problem: Problem, shrink: float, z: Any, x: Any) -> Any:
+    return problem.cell(problem.map(lambda leaf: shrink * leaf, z), x)
+
+
+def _normalises(leaf: Tensor) -> int:
+    """How many numbers ``_norm_for`` normalises together; of one or two it leaves only signs."""
+    return leaf.shape[1:].numel() if leaf.dim() > 3 else leaf.shape[-1]
 
 
 def _norm_for(leaf: Tensor) -> str:

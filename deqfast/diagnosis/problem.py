@@ -88,9 +88,9 @@ class Problem:
         return sample_norms(self.leaves(tree), self.packing.groups, factors=self.packing.factors)
 
     def distances(self, a: Any, b: Any) -> Tensor:
-        """Distances of the samples of two trees, relative to the longer of the two; 0 between zeros."""
+        """Distances of the samples of two trees, relative to the longer one; 0 between zeros, NaN if not finite."""
         gap, size = self.norms(self.map(torch.sub, a, b)), torch.maximum(self.norms(a), self.norms(b))
-        return torch.where(size > 0, gap / size, 0.0)
+        return torch.where(size == 0, 0.0, gap / size)
 
     def map(self, function: Callable[..., Tensor], *trees: Any) -> Any:
         """Tree like z of the function's values at the leaves of trees like z."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..adjoints import Adjoint
 from ..solution import Status
-from ..solvers import Solver
+from ..solvers import Picard, Solver
 from .advice import advise, largest, median, rounded, spelled
 from .measure import BUDGET, TOLERANCES, GradientError, Remedy, Run
 
@@ -127,9 +127,12 @@ class Diagnosis:
         found = bool(self.settled.any())
         where = "at z*" if found else "at the best iterate, which is not a fixed point"
         radius, norm = (of[self.settled] if found else of for of in (self.radius, self.norm))
+        plain = next(run for run in self.runs if isinstance(run.solver, Picard))
+        failed = found and largest(radius) < 1 and all(needed is None for needed in plain.needs.values())
+        but = f", but not within {len(plain.residual)} evaluations from z0" if failed else ""
         return [
             f"Spectral radius of the Jacobian {where}: {_spread_of(radius)}. Below 1 plain iteration converges from "
-            "near z*.",
+            f"near z*{but}.",
             f"Its norm: {_spread_of(norm)}. Below 1 each step comes nearer, and the errors below have a bound.",
         ]
 

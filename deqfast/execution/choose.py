@@ -13,6 +13,7 @@ from ..solution import Solution
 from ..solve import solve
 from ..state.rows import mark_samples, take_rows
 from ..torch_internals import pytree
+from ..torch_internals.autograd import in_order_of
 from .functorch import solve_values
 from .plan import Plan
 
@@ -75,7 +76,9 @@ def by_cell(plan: Plan) -> Solution:
         solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.kernel)  # type: ignore[attr-defined]  # a hook
     if solution is None:
         return _by_solver(plan)(plan)
-    return replace(solution)  # a copy, because the cell may return the same Solution again
+    # A copy, because the cell may return the same Solution again; its tree may be in another order of keys than z0's.
+    leaves = in_order_of(plan.z0, solution.value)
+    return replace(solution, value=pytree.tree_unflatten(leaves, pytree.tree_structure(plan.z0)))
 
 
 def by_graphs(plan: Plan) -> Solution:

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .geometry import cosines, simplex
+from .geometry import cosines, simplex, unit
 
 
 class VectorSpread(NamedTuple):
@@ -91,8 +91,3 @@ def simplex_distance(product: Tensor, power: int = 1) -> Tensor:
     """
     scale = (len(product) - 1) ** (-power / 2) if len(product) > 1 else torch.nan
     return torch.linalg.vector_norm(unit(product) - scale * simplex(product))
-
-
-def unit(matrix: Tensor) -> Tensor:
-    """The matrix over its norm."""
-    return matrix / torch.linalg.vector_norm(matrix)

@@ -29,13 +29,13 @@ Sources:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import check_count
+from ..state.norms import largest, lengths
 from .checks import check_classifier, check_features, check_tensor
 
 _ROUNDING = 16 * torch.finfo(torch.float64).eps  # of vectors whose largest entry is 1
@@ -170,19 +170,28 @@ def seli(sizes: Tensor, of_means: bool) -> Tensor:
 
 def gram_distance(vectors: Tensor, target: Tensor) -> Tensor:
     """||V V^T / ||V V^T||_F - T / ||T||_F||_F of vectors V (K, D) and a target T (K, K). NaN if either is zero."""
-    vectors = vectors / torch.linalg.vector_norm(vectors)  # else fourth powers could overflow
+    vectors = unit(vectors)  # else fourth powers could overflow
     gram = vectors @ vectors.T
-    norm: Callable[..., Tensor] = torch.linalg.vector_norm
-    return norm(gram / norm(gram) - target / norm(target))
+    return torch.linalg.vector_norm(unit(gram) - unit(target))
+
+
+def unit(matrix: Tensor) -> Tensor:
+    """The matrix over its norm, NaN if it is zero. No square overflows or underflows."""
+    scaled = matrix / matrix.abs().amax()
+    return scaled / torch.linalg.vector_norm(scaled)
 
 
 def _logit_distance(means: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     """||Z / ||Z||_F - C / ||C||_F||_F of the logits Z (K, K) of the class means, centred over the classes."""
-    logits = nn.functional.linear(means, weight, bias)
+    of_means, of_weight = largest(means.flatten()), largest(weight.flatten())
+    logits = nn.functional.linear(means / of_means, weight / of_weight)
+    if bias is not None:  # the products or the bias, whichever are smaller, count by their share
+        of_bias = largest(bias)
+        share = of_means / of_bias * of_weight
+        logits = share.clamp_max(1) * logits + share.reciprocal().clamp_max(1) * (bias / of_bias)
     logits = logits - logits.mean(1, keepdim=True)
     target = simplex(logits) if len(means) > 1 else torch.full_like(logits, math.nan)
-    norm: Callable[..., Tensor] = torch.linalg.vector_norm
-    return float(norm(logits / norm(logits) - target / norm(target)))
+    return float(torch.linalg.vector_norm(unit(logits) - unit(target)))
 
 
 def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> VectorGeometry:
@@ -211,14 +220,15 @@ def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> 
 
 def cosines(vectors: Tensor) -> Tensor:
     """The cosines (K, K) of the vectors (K, D)."""
-    unit = vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-    return unit @ unit.T
+    scaled = vectors / vectors.abs().amax(dim=1, keepdim=True)
+    directions = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    return directions @ directions.T
 
 
 def _cdnv(means: Tensor, traces: Tensor) -> float:
     first, second = torch.triu_indices(len(means), len(means), offset=1, device=means.device)
-    gaps = torch.linalg.vector_norm(means[first] - means[second], dim=1).square()
-    return float(((traces[first] + traces[second]) / (2 * gaps)).mean())
+    gaps = lengths(means[first] - means[second])
+    return float(((traces[first] / 2 + traces[second] / 2) / gaps / gaps).mean())
 
 
 def _check_vector(name: str, value: Any, num_classes: int, device: torch.device) -> None:

@@ -310,6 +310,11 @@ def _batch_moments(samples: Samples, stats: ClassMeans) -> Tensor:
     for features, labels in samples.blocks():
         deviations = features.sub_(means.index_select(0, labels))
         scatter.addmm_(deviations.T, deviations)
+    if not bool(scatter.isfinite().all()):
+        raise ValueError(
+            "features holds values whose squares overflow float64, which streaming=True sums: scale them (no metric "
+            "depends on it), or use streaming=False"
+        )
     return _pack(stats.counts, means, scatter)
 
 

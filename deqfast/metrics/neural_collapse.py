@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from ..ops import choose_kernel
+from ..state.norms import lengths
 from .checks import check_classifier, check_features, check_label_range, check_labels, check_options
-from .conventions import VectorSpread, nc2, nc3, simplex_distance, spread, unit
-from .geometry import ClassGeometry, class_geometry
+from .conventions import VectorSpread, nc2, nc3, simplex_distance, spread
+from .geometry import ClassGeometry, class_geometry, unit
 from .statistics import (
     Between,
     Classifier,
@@ -203,7 +204,7 @@ def neural_collapse(
     )
     agreement = None
     if classifier is not None and convention != OF_THE_BIAS:
-        agreement = nearest_mean_agreement(samples, means, classifier)
+        agreement = nearest_mean_agreement(samples, stats, classifier)
     nc1s = None
     if per_class:
         of_seen = within_class_traces(samples, means, between.whitening)
@@ -212,14 +213,14 @@ def neural_collapse(
     result = make_result(stats, between, within, classifier, agreement, excluded, resolution, convention, nc1s)
     if not geometry:
         return result
-    traces = within_class_traces(samples, means)
+    traces = within_class_traces(samples, means, over=stats.size)
     return result._replace(geometry=geometry_of(stats, classifier, traces))
 
 
 def geometry_of(stats: ClassMeans, classifier: Classifier | None, traces: Tensor | None = None) -> ClassGeometry:
-    """``class_geometry`` of the metrics' statistics."""
-    weight, bias = (None, None) if classifier is None else classifier
-    return class_geometry(stats.means, stats.counts, weight, traces, classifier_bias=bias)
+    """``class_geometry`` of the metrics' statistics, for traces over the square of their size."""
+    weight, bias = (None, None) if classifier is None else classifier.of_smaller(stats.size)
+    return class_geometry(stats.means / stats.size, stats.counts, weight, traces, classifier_bias=bias)
 
 
 def make_result(
@@ -254,7 +255,7 @@ def make_result(
         if convention == "papyan":
             values["nc2_classifier"] = spread(weight)
         if convention == OF_THE_BIAS:
-            values["nc4"] = torch.linalg.vector_norm(classifier.logits(between.middle + stats.shift))
+            values["nc4"] = lengths(classifier.logits(between.middle + stats.shift))
     if agreement is not None:
         values["nc4"] = 1 - agreement if convention == "papyan" else agreement
     if nc1s is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..ops import Kernel
 from ..ops.collapse.reference import row_blocks
+from ..state.norms import largest, lengths
 
 _EPS64 = torch.finfo(torch.float64).eps
 _RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise
@@ -71,6 +72,12 @@ class ClassMeans(NamedTuple):
         """Class means (K, D)."""
         return self.local + self.shift
 
+    @property
+    def size(self) -> Tensor:
+        """Power of two near the largest number of ``means``. Over it, their squares neither overflow nor underflow."""
+        found = largest(self.means.flatten())
+        return found / torch.frexp(found).mantissa
+
 
 class Classifier(NamedTuple):
     """Weight (K, D) and bias (K,) or None of a linear classifier, in float64."""
@@ -88,6 +95,11 @@ class Classifier(NamedTuple):
     def of_classes(self, seen: Tensor) -> Classifier:
         """Return the rows of the classes `seen`."""
         return Classifier(self.weight[seen], None if self.bias is None else self.bias[seen])
+
+    def of_smaller(self, size: Tensor) -> Classifier:
+        """Return the classifier for features divided by `size`, with all logits divided by one number."""
+        weight = largest(self.weight.flatten())
+        return Classifier(self.weight / weight, None if self.bias is None else self.bias / weight / size)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits (..., K) of features (..., D)."""
@@ -155,7 +167,7 @@ def between_classes(stats: ClassMeans, center: str, rtol: float) -> Between:
     directions, singular, _ = torch.linalg.svd(centred.T.to(svd_device(centred.shape, device)), full_matrices=False)
     # Pageable memory is staged before such a copy returns, so it needs no wait.
     directions, singular = (part.to(device, non_blocking=True) for part in (directions, singular))
-    rounding = _RANK_FACTOR * _EPS64 * torch.linalg.vector_norm(local)
+    rounding = _RANK_FACTOR * _EPS64 * lengths(local.flatten())
     kept = singular > torch.maximum(rtol * singular[0], rounding)
     kept[len(counts) - 1 :] = False  # either centre leaves one linear dependence between the K rows
     return Between(centred, middle, directions, singular, kept)
@@ -171,29 +183,35 @@ def svd_device(shape: torch.Size, device: torch.device) -> torch.device:
     return torch.device("cpu") if short**2 * long <= _SMALL_SVD else device
 
 
-def within_class_traces(samples: Samples, means: Tensor, directions: Tensor | None = None) -> Tensor:
+def within_class_traces(
+    samples: Samples, means: Tensor, directions: Tensor | None = None, over: Tensor | None = None
+) -> Tensor:
     """Mean of |h - mu_k|^2 over the samples of each class (K,); NaN for empty classes.
 
-    With directions R (D, R) it is the mean of |R^T (h - mu_k)|^2.
+    With directions R (D, R) it is the mean of |R^T (h - mu_k)|^2; with a length `over`, of squares in its units.
     """
     sums, index = means.new_zeros(len(means)), torch.arange(len(means), device=means.device)
     for features, labels in samples.blocks():
         deviations = features.sub_(means.index_select(0, labels))
+        if over is not None:
+            deviations /= over
         squares = (deviations if directions is None else deviations @ directions).square_().sum(1)
         sums += (labels == index[:, None]).to(squares.dtype) @ squares
     return sums / samples.offsets.diff()
 
 
-def nearest_mean_agreement(samples: Samples, means: Tensor, classifier: Classifier) -> Tensor:
+def nearest_mean_agreement(samples: Samples, stats: ClassMeans, classifier: Classifier) -> Tensor:
     """Share of the samples on which the classifier chooses the nearest class mean.
 
     With d = h - mu_y, |h - mu_k|^2 is |mu_y - mu_k|^2 - 2 d . mu_k up to a term without k: an offset of the features
-    cancels no digits, as it would in |mu_k|^2 - 2 h . mu_k.
+    cancels no digits, as it would in |mu_k|^2 - 2 h . mu_k. All are divided by the size of the means.
     """
+    size, means = stats.size, stats.means / stats.size
+    scaled = classifier.of_smaller(size)
     agreed = torch.zeros((), dtype=torch.int64, device=means.device)
     gaps = _squared_distances(means)
     for features, labels in samples.blocks():
-        chosen = classifier.logits(features).argmax(1)
+        chosen = scaled.logits(features.div_(size)).argmax(1)
         deviations = features.sub_(means.index_select(0, labels))
         nearest = gaps.index_select(0, labels).addmm_(deviations, means.T, alpha=-2).argmin(1)
         agreed += (nearest == chosen).sum()

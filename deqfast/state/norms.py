@@ -26,8 +26,8 @@ def sample_norms(
     if factors is not None:
         norms = [norm / factor for norm, factor in zip(norms, factors, strict=True)]
     if maximum:
-        largest = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
-        return largest if groups is None else groups.gather(largest[:, None]).amax(dim=1)
+        found = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
+        return found if groups is None else groups.gather(found[:, None]).amax(dim=1)
     if groups is not None:
         return groups.sums(torch.stack(norms).square().sum(dim=0)).sqrt()
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
@@ -38,3 +38,24 @@ def _largest(rows: Tensor) -> Tensor:
     if not rows.shape[1]:
         return rows.new_zeros(len(rows), dtype=torch.float64)
     return torch.linalg.vector_norm(rows, math.inf, dim=1).double()
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """Norms over the last dimension, in which no square overflows or underflows, whatever the numbers are."""
+    sizes = largest(rows)
+    return torch.linalg.vector_norm(rows / sizes, dim=-1) * sizes[..., 0]
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Rows over their ``lengths``; zeros stay zeros."""
+    scaled = rows / largest(rows)
+    norms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    return scaled / torch.where(norms == 0, 1, norms)
+
+
+def largest(rows: Tensor) -> Tensor:
+    """Largest magnitudes over the last dimension (..., 1); 1 for zeros and for rows without numbers."""
+    if not rows.shape[-1]:
+        return rows.new_ones(*rows.shape[:-1], 1)
+    found = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True)
+    return torch.where(found == 0, 1, found)

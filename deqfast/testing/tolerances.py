@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..torch_internals.autograd import in_order_of
+
 # A kernel may err twice as much as plain torch in its dtype, plus a few roundings, as torch may happen to be exact.
 ACCURACY_FACTOR = 2.0
 ACCURACY_UNITS = 8
@@ -55,7 +57,7 @@ def amplification(f: Callable[[Any], Any], z: Any) -> float:
     def flat(vector: Tensor) -> Tensor:
         parts = zip(vector.split(sizes), leaves, strict=True)
         value = f(pytree.tree_unflatten([part.view(leaf.shape).to(leaf.dtype) for part, leaf in parts], spec))
-        return torch.cat([leaf.double().flatten() for leaf in pytree.tree_leaves(value)])
+        return torch.cat([leaf.double().flatten() for leaf in in_order_of(z, value)])
 
     start = torch.cat([leaf.detach().double().flatten() for leaf in leaves])
     if not len(start):

@@ -23,7 +23,7 @@ from collapse_samples import (
     simplex_vertices,
 )
 
-from deqfast import NCResult, neural_collapse
+from deqfast import NCResult, NeuralCollapse, neural_collapse
 from deqfast.metrics import statistics
 from deqfast.ops.collapse import reference
 from deqfast.testing import rounding
@@ -309,3 +309,37 @@ def test_result_is_plain_and_frozen():
 def test_label_dtypes(dtype):
     features, labels, weight = make_samples(100, 7, 4)
     assert neural_collapse(features, labels.to(dtype), weight) == neural_collapse(features, labels, weight)
+
+
+def numbers_of(result):
+    """All numbers of a result, in one list."""
+    if isinstance(result, tuple):
+        return [number for part in result for number in numbers_of(part)]
+    return [float(result)] if isinstance(result, (int, float)) else []
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp"])
+@pytest.mark.parametrize("convention", ["sun", "papyan", "zhu", "kothapalli"])
+@pytest.mark.parametrize(
+    ("size", "of_weight"), [(1e160, 1), (1e300, 1), (1e-160, 1), (1e-290, 1), (1, 1e200), (1, 1e-200), (1e120, 1e170)]
+)
+def test_no_square_of_a_float64_overflows_or_underflows(size, of_weight, convention, kernel):
+    """No metric but the norm of the logits depends on these factors, and the bias has both."""
+    features, labels, weight = make_samples(200, 12, 5, dtype=torch.float64)
+    weight = weight.double()
+    bias = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    options = {"convention": convention, "kernel": kernel, "geometry": True, "per_class": True}
+    expected = neural_collapse(features, labels, weight, classifier_bias=bias, **options)
+    bias = bias * size * of_weight
+    found = neural_collapse(features * size, labels, weight * of_weight, classifier_bias=bias, **options)
+    if convention == "zhu":
+        factor = size * of_weight
+        assert abs(found.nc4 / factor / expected.nc4 - 1) < 1e-9
+        found, expected = found._replace(nc4=0.0), expected._replace(nc4=0.0)
+    torch.testing.assert_close(numbers_of(found), numbers_of(expected), rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_streaming_refuses_squares_that_overflow():
+    metric = NeuralCollapse(2, streaming=True, num_features=3)
+    with pytest.raises(ValueError, match="squares overflow float64"):
+        metric.update(1e200 * torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2)
