@@ -98,6 +98,7 @@ def difference(plan: Plan) -> float | None:
 def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Context that restores the modules' buffers, and torch's random state on the CPU and this device."""
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
+    buffers = [found for found in buffers if found[2].device.type != "meta"]  # offloaded: its hooks load a copy
     before = [buffer.clone() for *_, buffer in buffers]
     try:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
