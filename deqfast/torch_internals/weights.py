@@ -212,6 +212,11 @@ def check_not_cached(cell: nn.Module) -> None:
         raise RuntimeError("cuda_graph cannot be used under parametrize.cached() with a cell of parametrised weights")
 
 
+def behind_held() -> set[Tensor]:
+    """Return the parameters and buffers from which the values that this thread keeps are computed."""
+    return {tensor for module in _thread.held for tensor in chain(module.parameters(), module.buffers())}
+
+
 def held_nodes() -> dict[Node, int]:
     """Return the last node of each tensor that this thread keeps, and the number of the first that belongs to it."""
     held = [(tensor, held.age) for held in _thread.held.values() for tensor in pytree.tree_leaves(held.value)]
