@@ -77,8 +77,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
         scale: the typical sizes of the tensors of z, see ``solve``.
         per_sample: which tensors of x have one row per row of z: a tree like x of True and False. `drop_converged`
             removes rows of these tensors. In the gradient, a healthy row replaces each row whose sample broke down.
-            None: every dense tensor with as many rows as z, except parameters. A square matrix in an x of several
-            leaves then keeps all its rows, and only those that are not finite are replaced.
+            None: sparse tensors, scalars and parameters have none, and the only other tensor of x has them. If there
+            are several, `drop_converged` raises an error. For the gradient, each with as many rows as z is tried in the
+            cell after a sample broke down: it has rows of samples if replacing them leaves the other samples' values as
+            they are. Only on a GPU the gradient then waits for the device, to know whether a sample broke down.
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.

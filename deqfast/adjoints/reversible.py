@@ -52,7 +52,7 @@ class Reversible(Iterated):
     Raises:
         TypeError, ValueError: an argument is not as above.
         RuntimeError: the cell holds a tensor with a gradient that is neither a leaf nor in x, or a module that is a
-            unit of FSDP2. In the backward pass: x or a tensor of the cell has been written to; or the reversed
+            unit of FSDP2. In the backward pass, x or a tensor of the cell has been written to. Or the reversed
             steps do not lead to z0, because the cell has changed or the rounding error has grown too large.
 
     Examples:

@@ -18,7 +18,7 @@ from ..ops.steps.reference import Evaluation, evaluated
 from ..solution import Solution, Status
 from ..solvers import Solver
 from ..state.packing import Packing, evaluate, version
-from ..state.rows import per_row
+from ..state.rows import per_row, stand_in
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, leaves_behind, requiring_grad
 from ..torch_internals.dynamo import is_exporting, outside_exports
@@ -45,8 +45,9 @@ class Iterated(Adjoint):
         if not bool(values(broken).any()):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Iterate again with healthy rows in place of the broken ones, which then do not affect the others' gradients.
-        stand_ins = replace(solution, value=plan.z0)
-        z0, x, _ = plan.without_broken(stand_ins)
+        _, x, rows = plan.without_broken(solution)
+        assert rows is not None
+        z0 = pytree.tree_map(lambda leaf: stand_in(leaf, rows), plan.z0)
         healthy, _ = self.iterate(plan, packing, z0, x)
         value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, plan.z0)
         return value, replace(solution, value=detached(value))
