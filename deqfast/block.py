@@ -97,7 +97,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
             and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
             warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
-            cell changes between calls: by its modules, else by three evaluations, in which its hooks run.
+            cell changes between calls: by its modules, else by three evaluations, in which its hooks run. It also warns
+            of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
 
     Attributes:
         solver, eval_solver, adjoint, kernel, sync_every, drop_converged, groups, stop_fn, init, scale, trace: as
@@ -236,6 +237,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             # Dynamo gives up this frame within a transform, and would compile the solve in parts.
             adjoint = partial(untraced, self.adjoint) if plan.context == "torch.func" else self.adjoint
             value, solution = adjoint(plan)
+        self._changes.look_at(plan, value)
         if self.warn and plan.context != "torch.export":
             status = values(solution.status)
             self._forward_notice.look(solution if status is solution.status else replace(solution, status=status))
@@ -279,6 +281,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         holds = plan.context != "torch.func"
         with solving(modules_of(self.cell)), hold_weights(modules_of(self.cell)) if holds else nullcontext():
             states, solution = differentiate_along(plan, self.adjoint, at)
+        self._changes.look_at(plan, states)
         if self.warn:
             self._forward_notice.look(solution)
         return states
