@@ -1,4 +1,4 @@
-"""Warning about cells that change between calls, and therefore lack a fixed point."""
+"""Warnings in the first training call: of cells that change between calls, take (x, z), or ignore x."""
 
 from __future__ import annotations
 
@@ -11,38 +11,60 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from ._checks import signature_of
 from ._notice import warn
+from .adjoints.attach import leads_to
 from .cells.protocol import can_cancel, solving
 from .execution.plan import Plan
 from .state.floors import float32_products_eps, residual_floor
 from .state.norms import sample_norms
 from .state.packing import Packing, evaluate
 from .torch_internals import pytree
-from .torch_internals.autograd import detached
+from .torch_internals.autograd import detached, requiring_grad
 from .torch_internals.weights import hold_weights, is_cached, modules_of
 
 HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
 
 
 class Changes:
-    """One check whether a cell changes between calls.
+    """One check of a cell: whether it changes between calls, takes its arguments in the wrong order, or ignores x.
 
     Args:
-        evaluates: evaluate the cell if none of its modules is known to change.
+        evaluates: evaluate the cell if none of its modules is known to change, and check how it uses its arguments.
     """
 
     def __init__(self, evaluates: bool = True) -> None:
-        self.evaluates, self.looked = evaluates, False
+        self.evaluates, self.looked, self.looks = evaluates, False, False
 
     def look(self, plan: Plan) -> None:
         """Check the cell of a forward pass in training mode, and warn if it changes between calls."""
         if self.looked:
             return
-        self.looked = True
+        self.looked = self.looks = True
         if found := changing_modules(plan.cell):
             _warn(f"it contains {', '.join(found)}")
         elif self.evaluates and plan.context != "torch.func" and (gap := difference(plan) or 0) > 0:
             _warn(f"two evaluations at one state differ by {gap:.1g} of its length")
+
+    def look_at(self, plan: Plan, value: Any) -> None:
+        """Check the value of the forward pass that ``look`` has seen, and warn if the cell misuses its arguments."""
+        looks, self.looks = self.looks and self.evaluates, False
+        if not looks:
+            return
+        wanted = requiring_grad(plan.x) if plan.context == "eager" and torch.is_grad_enabled() else []
+        if is_swapped(plan.cell):
+            warn("deqfast: the cell takes (x, z), but a block calls cell(z, x): swap its first two parameters")
+        elif wanted and not leads_to(pytree.tree_leaves(value), wanted):
+            warn(
+                "deqfast: no gradient leads from the cell's value to x, which requires one: use the cell's second "
+                "argument, or detach x if it needs no gradient"
+            )
+
+
+def is_swapped(cell: Any) -> bool:
+    """Return whether the first parameters of the cell are called x and z, in this order."""
+    signature = signature_of(cell)
+    return signature is not None and list(signature.parameters)[:2] == ["x", "z"]
 
 
 def changing_modules(cell: Any) -> list[str]:
@@ -103,6 +125,7 @@ def difference(plan: Plan) -> float | None:
 def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Context that restores the modules' buffers, and torch's random state on the CPU and this device."""
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
+    buffers = [found for found in buffers if found[2].device.type != "meta"]  # offloaded: its hooks load a copy
     before = [buffer.clone() for *_, buffer in buffers]
     try:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):

@@ -160,18 +160,28 @@ def check_cell(cell: Any) -> None:
     """Raise TypeError unless `cell` can be called as cell(z, x)."""
     if not callable(cell) or isinstance(cell, type):
         raise TypeError(f"cell must be a module or another function of (z, x), got {cell!r}")
-    is_module = isinstance(cell, nn.Module) and type(cell).__call__ is nn.Module.__call__
-    if is_module and cell._forward_pre_hooks:  # they may change the arguments
-        return
-    try:
-        signature = inspect.signature(cell.forward if is_module else cell, follow_wrapped=False)
-    except (TypeError, ValueError):  # compiled functions lack a signature
+    if (signature := signature_of(cell)) is None:
         return
     try:
         signature.bind(None, None)
     except TypeError:
-        taken = f"{type(cell).__name__}.forward" if is_module else getattr(cell, "__name__", "it")
+        taken = f"{type(cell).__name__}.forward" if _has_forward(cell) else getattr(cell, "__name__", "it")
         raise TypeError(f"cell must accept (z, x), got {cell!r}: {taken} takes {signature}") from None
+
+
+def signature_of(cell: Any) -> inspect.Signature | None:
+    """Return the signature of a call of the cell; None if it is unknown or hooks may change the arguments."""
+    if _has_forward(cell) and cell._forward_pre_hooks:
+        return None
+    try:
+        return inspect.signature(cell.forward if _has_forward(cell) else cell, follow_wrapped=False)
+    except (TypeError, ValueError):  # compiled functions lack a signature
+        return None
+
+
+def _has_forward(cell: Any) -> bool:
+    """Return whether a call of the cell runs its ``forward``."""
+    return isinstance(cell, nn.Module) and type(cell).__call__ is nn.Module.__call__
 
 
 def check_batches(z0: Any, x: Any, error: RuntimeError) -> None:

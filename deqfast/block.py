@@ -80,8 +80,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
         scale: the typical sizes of the tensors of z, see ``solve``.
         per_sample: which tensors of x have one row per row of z: a tree like x of True and False. `drop_converged`
             removes rows of these tensors. In the gradient, a healthy row replaces each row whose sample broke down.
-            None: every dense tensor with as many rows as z, except parameters. A square matrix in an x of several
-            leaves then keeps all its rows, and only those that are not finite are replaced.
+            None: sparse tensors, scalars and parameters have none, and the only other tensor of x has them. If there
+            are several, `drop_converged` raises an error. For the gradient, each with as many rows as z is tried in the
+            cell after a sample broke down: it has rows of samples if replacing them leaves the other samples' values as
+            they are. Only on a GPU the gradient then waits for the device, to know whether a sample broke down.
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
@@ -98,7 +100,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
             and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
             warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
-            cell changes between calls: by its modules, else by three evaluations, in which its hooks run.
+            cell changes between calls: by its modules, else by three evaluations, in which its hooks run. It also warns
+            of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
 
     Attributes:
         solver, eval_solver, adjoint, kernel, sync_every, drop_converged, groups, stop_fn, init, scale, trace: as
@@ -237,6 +240,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             # Dynamo gives up this frame within a transform, and would compile the solve in parts.
             adjoint = partial(untraced, self.adjoint) if plan.context == "torch.func" else self.adjoint
             value, solution = adjoint(plan)
+        self._changes.look_at(plan, value)
         if self.warn and plan.context != "torch.export":
             status = values(solution.status)
             self._forward_notice.look(solution if status is solution.status else replace(solution, status=status))
@@ -280,6 +284,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         holds = plan.context != "torch.func"
         with solving(modules_of(self.cell)), hold_weights(modules_of(self.cell)) if holds else nullcontext():
             states, solution = differentiate_along(plan, self.adjoint, at)
+        self._changes.look_at(plan, states)
         if self.warn:
             self._forward_notice.look(solution)
         return states

@@ -58,7 +58,7 @@ def jacobian_penalty(
         leaves, outputs = _evaluated(cell, z, x)
         broken = ~torch.stack([torch.isfinite(rows_of(y)).all(dim=1) for y in outputs]).all(dim=0)
         if bool(values(broken).any()):
-            leaves, outputs = _evaluated(cell, *with_stand_ins(z, x, broken, per_sample))
+            leaves, outputs = _evaluated(cell, *with_stand_ins(cell, z, x, broken, per_sample))
         total = torch.zeros((), device=leaves[0].device, dtype=torch.float64)
         for _ in range(probes):
             found = vjp(outputs, leaves, [_probe(y) for y in outputs], create_graph=True)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from deqfast import (
     JFB,
@@ -508,3 +513,56 @@ def test_names_stand_for_default_adjoints():
     for kind in (JFB, Implicit, Neumann, Phantom, Reversible, SHINE, Unrolled):
         assert as_adjoint(kind.__name__.lower()) == kind()
     assert Implicit("anderson") == Implicit(Anderson())
+
+
+class Scaled(nn.Module):
+    """z = k tanh(N(W z)) + the sum of x, with a buffer k; `norm` and `weight` may change between calls."""
+
+    def __init__(self, norm: type[nn.Module] = nn.Identity, parametrize: Callable[[nn.Module], Any] = lambda m: m):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = parametrize(nn.Linear(4, 4)), norm(4)
+        self.register_buffer("k", torch.tensor(0.3))
+
+    def forward(self, z, x):
+        return self.k * torch.tanh(self.norm(self.linear(z))) + sum(x)
+
+
+CHANGES = {
+    "linear.weight of the cell": lambda cell, x, z0: cell.linear.weight.mul_(0.5),
+    "k of the cell": lambda cell, x, z0: cell.k.mul_(0.5),
+    "norm.running_mean of the cell": lambda cell, x, z0: cell.norm.running_mean.add_(1),
+    "tensor 1 of x": lambda cell, x, z0: x[1].zero_(),
+    "z0": lambda cell, x, z0: z0.zero_(),
+    "a weight (4, 4) of the cell": lambda cell, x, z0: cell.linear.weight.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("adjoint", [Unrolled(5, checkpoint=True), Reversible(5)], ids=str)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_backward_pass_that_calls_the_cell_notices_what_has_been_written_to(name, adjoint):
+    """The backward pass would compute the gradient of another function. A lambda hides the tensors of a module."""
+    cell, x, z0 = Scaled(nn.BatchNorm1d).eval(), [torch.randn(3, 4), torch.randn(3, 4)], torch.randn(3, 4)
+    given = (lambda z, x: cell(z, x)) if name.startswith("a weight") else cell
+    value = DEQBlock(given, adjoint=adjoint, warn=False)(x, z0)
+    with torch.no_grad():
+        CHANGES[name](cell, x, z0)
+    if isinstance(adjoint, Reversible) and name == "z0":
+        return value.sum().backward()  # it keeps a copy
+    named = "" if isinstance(adjoint, Reversible) and "weight" in name else f"{name} has been "  # torch's own error
+    with pytest.raises(RuntimeError, match=re.escape(f"{named}modified by an inplace operation")):
+        value.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"norm": nn.BatchNorm1d}, {"parametrize": spectral_norm}], ids=str)
+@pytest.mark.parametrize("others", [(Unrolled(5), Unrolled(5, checkpoint=True)), (Reversible(5),)], ids=str)
+def test_a_backward_pass_that_calls_the_cell_bears_what_forward_passes_write_to(others, options):
+    """Running statistics, and the vectors of spectral norm, differ after another forward pass."""
+    x, gradients = [torch.randn(3, 4)], []
+    for adjoint in others:
+        block = DEQBlock(Scaled(**options), adjoint=adjoint, warn=False)
+        first, second = (block(x, torch.zeros(3, 4)) for _ in range(2))
+        x.append(x[0])  # the calls have had their own list
+        gradients.append(torch.autograd.grad((first + 2 * second).square().sum(), [*block.parameters()]))
+        x.pop()
+    assert all(found[0].any() and all(map(torch.equal, found, gradients[0])) for found in gradients)

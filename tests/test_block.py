@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from deqfast import (
     JFB,
@@ -192,6 +193,59 @@ class TestWarnings:
         with pytest.warns(UserWarning) as told:
             block.train()(x), block(x)
         assert sum(bool(re.search(text, str(one.message))) for one in told) == 1
+
+    MISTAKES = {
+        "swapped": (lambda x, z: 0.1 * x + z, r"takes \(x, z\).*swap its first two parameters"),
+        "swapped, partial": (partial(lambda a, x, z: a * x + z, 0.1), r"takes \(x, z\)"),
+        "without x": (lambda z, x: 0.1 * z + 1, "no gradient leads from the cell's value to x"),
+        "detached x": (lambda z, x: 0.1 * z + x.detach(), "no gradient leads from the cell's value to x"),
+    }
+
+    @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom", "shine", "unrolled"])
+    @pytest.mark.parametrize("computed", [False, True])
+    @pytest.mark.parametrize(("cell", "text"), MISTAKES.values(), ids=MISTAKES)
+    @pytest.mark.filterwarnings("error")
+    def test_of_arguments_once_in_training(self, cell, text, computed, adjoint):
+        x = torch.randn(4, 3, requires_grad=True)
+        x, block = x.exp() if computed else x, DEQBlock(cell, adjoint=adjoint)
+        block.eval()(x)
+        with pytest.warns(UserWarning, match=text):
+            block.train()(x)
+        block(x)
+
+    class Injecting(nn.Module):
+        """Computes what it needs of x before the solve."""
+
+        def initial_state(self, x):
+            self.injection = x.exp()
+            return torch.zeros_like(x)
+
+        def forward(self, z, x):
+            return 0.1 * z + self.injection
+
+    INNOCENT = {
+        "any arguments": lambda *both: 0.1 * both[0] + both[1],
+        "without a signature": torch.add,
+        "other names": lambda y, z: 0.1 * y + z,
+        "a checkpoint": lambda z, x: checkpoint(lambda z, x: 0.1 * z + x, z, x, use_reentrant=False),
+        "computed before": Injecting(),
+    }
+
+    @pytest.mark.parametrize("cell", INNOCENT.values(), ids=INNOCENT)
+    def test_of_arguments_not_without_reason(self, cell, recwarn):
+        DEQBlock(cell)(torch.randn(4, 3, requires_grad=True))
+        assert not any(re.search("takes|leads", str(one.message)) for one in recwarn)
+
+    @pytest.mark.filterwarnings("error")
+    def test_of_an_unused_x_only_if_its_gradient_is_lost(self):
+        cell, x = lambda z, x: 0.1 * z + 1, torch.randn(4, 3, requires_grad=True)
+        DEQBlock(cell)(x.detach())
+        DEQBlock(cell, adjoint="unrolled")(x, z0=0.1 * x)  # by the start
+        DEQBlock(lambda z, x: 0.1 * z + x[0])([x, x.exp()], torch.zeros(4, 3))  # by one of its tensors
+        fixed_point(lambda x, z: 0.1 * x + 1, torch.zeros(4, 3), x)
+        with torch.no_grad():
+            DEQBlock(cell)(x)
+        torch.func.grad(lambda x: DEQBlock(cell)(x).sum())(x.detach())
 
     @pytest.mark.filterwarnings("ignore")
     def test_the_look_leaves_no_trace(self):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as of_all_modules
+from torch.nn.utils import prune
 
 from deqfast import (
     Broyden,
@@ -16,10 +19,12 @@ from deqfast import (
     FCCell,
     LinearCell,
     MonotoneCell,
+    Picard,
     ResidualCell,
     SubhomogeneousCell,
     solve,
 )
+from deqfast.execution import one_launch
 from deqfast.ops import choice
 from deqfast.testing import after_solve, amplification, assert_close, rounding
 
@@ -262,3 +267,82 @@ def test_changed_normalisations_are_not_fused(change):
     cell.kernel = "cpp"
     with pytest.raises(ValueError, match="kernel='cpp' needs norm1, norm2 and norm3 to be"):
         cell(z, x)
+
+
+def offloaded(module):
+    """Forward of the instance that loads its parameters for the call, which lie on meta otherwise, as accelerate's."""
+    kept, own = copy.deepcopy(module), module.forward
+    module.to("meta")
+
+    def forward(*args):
+        given = {name: p.detach() for name, p in kept.named_parameters()}
+        return torch.func.functional_call(kept, given, args)
+
+    module.forward, module.kept = forward, own
+
+
+def patch(module, monkeypatch):
+    own = type(module).forward
+    monkeypatch.setattr(type(module), "forward", lambda self, *args: 2 * own(self, *args))
+
+
+# What runs with the call of a module: {name: function of the module that attaches it}.
+ATTACHED = {
+    "hook": lambda m, _: m.register_forward_hook(lambda m, args, y: 2 * y),
+    "pre-hook": lambda m, _: m.register_forward_pre_hook(lambda m, args: tuple(a + 1 for a in args)),
+    "backward hook": lambda m, _: m.register_full_backward_hook(lambda m, grads, _: tuple(2 * g for g in grads)),
+    "backward pre-hook": lambda m, _: m.register_full_backward_pre_hook(lambda m, grads: (2 * grads[0],)),
+    "hook of all modules": lambda m, _: of_all_modules.register_module_forward_hook(
+        lambda other, args, y: 2 * y if other is m else None
+    ),
+    "own forward": lambda m, _: setattr(m, "forward", lambda *args: 2 * type(m).forward(m, *args)),
+    "forward of the class": patch,
+    "offload": lambda m, _: offloaded(m),
+}
+ON_NORMS = {
+    **ATTACHED,
+    "pruning": lambda m, _: prune.l1_unstructured(m, "weight", 4),
+    "parametrisation": lambda m, _: nn.utils.parametrize.register_parametrization(m, "weight", nn.Tanh()),
+}
+
+
+@pytest.mark.usefixtures("cpp_kernels")
+@pytest.mark.parametrize("name", ["norm1", "norm2", "norm3"])
+@pytest.mark.parametrize("attach", ON_NORMS.values(), ids=ON_NORMS)
+def test_what_is_attached_to_a_normalisation_takes_part(attach, name, monkeypatch):
+    found, (z, x) = [], torch.randn(2, 2, 8, 3, 3)
+    for kernel in ("auto", "torch"):
+        torch.manual_seed(0)
+        cell, leaves = ResidualCell(8, groups=4, kernel=kernel), [t.clone().requires_grad_() for t in (z, x)]
+        nn.init.normal_(getattr(cell, name).weight)
+        with monkeypatch.context() as patches:
+            handle = attach(getattr(cell, name), patches)
+            value = cell(*leaves)
+            found.append([value, *torch.autograd.grad(value.square().sum(), leaves)])
+            cell.kernel = "cpp"
+            with pytest.raises(ValueError, match="kernel='cpp' needs norm1, norm2 and norm3 .* without hooks"):
+                cell(z, x)
+        if hasattr(handle, "remove"):
+            handle.remove()
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make", [partial(FCCell, 4, 4), partial(LinearCell, 4), partial(MonotoneCell, 4, 4, "forward-backward")]
+)
+@pytest.mark.parametrize("attach", ATTACHED.values(), ids=ATTACHED)
+def test_a_cell_with_something_attached_is_called(attach, make, monkeypatch):
+    """It is not solved in one launch, which would not call it."""
+    launches, launch = [], one_launch._launch
+    monkeypatch.setattr(one_launch, "_launch", lambda *args: launches.append(args) or launch(*args))
+    cell, x = make(), torch.randn(3, 4)
+    block = DEQBlock(cell, Picard(max_iter=2), warn=False, init=torch.zeros_like, kernel="cpp").eval()
+    with torch.no_grad():
+        block(x)
+        assert launches
+        launches.clear()
+        handle = attach(cell, monkeypatch)
+        block(x)
+    if hasattr(handle, "remove"):
+        handle.remove()
+    assert not launches

@@ -116,9 +116,9 @@ class Cell(nn.Module):
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom"])
 def test_in_a_block_x_is_taken_row_by_row(adjoint):
     x = {"rate": torch.tensor(RATES)[:, None], "shift": torch.ones(1), "note": "kept"}
-    results = []
+    rows, results = {"rate": True, "shift": False, "note": False}, []
     for compact in (False, True):
-        block = deqfast.DEQBlock(Cell(), deqfast.Anderson(rtol=1e-5), adjoint, drop_converged=compact)
+        block = deqfast.DEQBlock(Cell(), deqfast.Anderson(rtol=1e-5), adjoint, drop_converged=compact, per_sample=rows)
         z, solution = block(x, torch.zeros(6, 16), return_solution=True)
         z.square().sum().backward()
         results.append((z, block.cell.scale.grad, solution, block.cell.sizes))

@@ -13,7 +13,7 @@ from deqfast.torch_internals.weights import next_node
 
 
 def node_of(tensor):
-    return autograd._edge(tensor)[0]
+    return autograd.edge_of(tensor)[0]
 
 
 class Doubled(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard, ResidualCell, Reversible, Unrolled
+from deqfast import Broyden, DEQBlock, Implicit, LinearCell, MonotoneCell, Picard, ResidualCell, Reversible, Unrolled
 from deqfast.testing import GRADIENT, after_solve, assert_close
 from deqfast.torch_internals import weights
 
@@ -89,6 +89,41 @@ def test_a_parametrised_buffer():
     parametrize.register_parametrization(cell, "scale", Counted())
     cell.forward = lambda z, x: cell.scale * torch.tanh(z) + x
     assert DEQBlock(cell)(torch.ones(1, 2)).isfinite().all() and cell.parametrizations["scale"][0].calls <= 3
+
+
+def offload(module):
+    """Load the tensors before each call of the module, and leave them on meta between calls, as accelerate does."""
+    owners = [owner for each in module.modules() for owner in (each._parameters, each._buffers)]
+    lent = [(owner, name, tensor) for owner in owners for name, tensor in owner.items() if tensor is not None]
+
+    def unload(*_):
+        for owner, name, tensor in lent:
+            away = tensor.to("meta")
+            owner[name] = nn.Parameter(away) if isinstance(tensor, nn.Parameter) else away
+
+    def load(*_):
+        for owner, name, tensor in lent:
+            owner[name] = tensor
+
+    module.register_forward_pre_hook(load)
+    module.register_forward_hook(unload)
+    unload()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("adjoint", ["jfb", Unrolled(60)], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS.values(), MonotoneCell], ids=[*KINDS, "once per solve"])
+def test_offloaded_weights_are_computed_by_each_call(kind, adjoint, training):
+    """Their tensors are on meta until a hook of the cell has loaded them."""
+    cell = MonotoneCell(3, 3, dtype=torch.float64) if kind is MonotoneCell else Cell(kind)
+    block, x = DEQBlock(cell, TIGHT, adjoint, init=torch.zeros_like).train(training), inputs()
+    with torch.no_grad():
+        expected = copy.deepcopy(block)(x)
+        offload(cell)
+        found = block(x)
+    assert_close(found, expected, after_solve(1e-12))
+    assert all(tensor.is_meta for tensor in block.state_dict().values())
 
 
 def test_what_others_cache_is_used_and_keeps_its_graph():

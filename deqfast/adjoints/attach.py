@@ -24,7 +24,15 @@ from torch.autograd.function import BackwardCFunction
 from ..ops.double_backward import NoDoubleBackward
 from ..state.rows import per_row
 from ..torch_internals import pytree
-from ..torch_internals.autograd import Gradients, Valve, in_order_of, leaves_behind, not_leaves, requiring_grad
+from ..torch_internals.autograd import (
+    Gradients,
+    Valve,
+    edge_of,
+    in_order_of,
+    leaves_behind,
+    not_leaves,
+    requiring_grad,
+)
 from ..torch_internals.dynamo import untraced
 from ..torch_internals.transforms import Members
 from ..torch_internals.weights import next_node
@@ -147,6 +155,23 @@ def _pulled(rule: Rule, grads: list[Tensor]) -> list[Tensor]:
     if members is None:
         return rule.pull(grads)
     return [members.wrap(u) for u in rule.pull_members([members.unwrap(g) for g in grads], members)]
+
+
+def leads_to(values: list[Tensor], tensors: list[Tensor]) -> bool:
+    """Return whether the graph of an adjoint's values leads to one of the tensors, without the second derivatives."""
+    edges = [edge_of(value) for value in requiring_grad(values)]
+    ends, seen = {edge_of(tensor) for tensor in tensors}, set()
+    while edges:
+        edge = edges.pop()
+        if edge in ends:
+            return True
+        node = edge[0]
+        if node is not None and node not in seen:
+            seen.add(node)
+            attached = getattr(node, "_forward_cls", None) is _Attach  # its last edges lead to all sources
+            first = len(node.meta) + (node.broken is not None) if attached else None
+            edges.extend(node.next_functions[:first])
+    return False
 
 
 def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:

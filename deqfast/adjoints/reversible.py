@@ -28,9 +28,9 @@ from ..torch_internals.autograd import (
     vjp,
 )
 from ..torch_internals.dynamo import outside_exports, uncompiled, untraced
-from ..torch_internals.weights import as_now, shards_weights
+from ..torch_internals.weights import shards_weights
 from .attach import Recorded
-from .unrolled import Iterated, Judge
+from .unrolled import Iterated, Judge, Repeated
 
 # Largest distance from the start at which the reversed steps may end, in lengths of the iterates.
 _LOST = 1e-3
@@ -52,8 +52,8 @@ class Reversible(Iterated):
     Raises:
         TypeError, ValueError: an argument is not as above.
         RuntimeError: the cell holds a tensor with a gradient that is neither a leaf nor in x, or a module that is a
-            unit of FSDP2. In the backward pass: the reversed steps do not lead to z0, because the cell has changed or
-            the rounding error has grown too large.
+            unit of FSDP2. In the backward pass, x or a tensor of the cell has been written to. Or the reversed
+            steps do not lead to z0, because the cell has changed or the rounding error has grown too large.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Reversible(steps=15))
@@ -85,6 +85,7 @@ class Reversible(Iterated):
                 "deqfast: Reversible would lose the gradient of a tensor that the cell holds and that is computed "
                 "outside of it: give it to the block in x"
             )
+        run.repeated.end(recorded.held)
         sources = recorded.sources
         leaves, spec = pytree.tree_flatten(solution.value)
         return pytree.tree_unflatten(list(_Reversed.apply(run, len(leaves), *leaves, *sources)), spec), solution
@@ -96,11 +97,12 @@ class _Run:
     def __init__(
         self, cell: Callable[[Any, Any], Any], relaxation: float, steps: int, z0: Any, x: Any, groups: Any
     ) -> None:
-        self.cell, self.relaxation, self.steps, self.x = cell, relaxation, steps, x
+        self.cell, self.relaxation, self.steps = cell, relaxation, steps
+        self.x = pytree.tree_map(lambda leaf: leaf, x)  # the caller may fill its containers again
         leaves, self.spec = pytree.tree_flatten(z0)
         self.start = [leaf.clone() for leaf in leaves]  # the caller may overwrite its memory before the backward pass
         self.autocast = present_autocast(self.start[0].device.type)
-        self.cell_then = as_now(cell)
+        self.repeated = Repeated(cell, self.start, x)
         self.lengths = partial(sample_norms, groups=groups)
         self.ends = [[_widened(leaf) for leaf in self.start] for _ in range(2)]  # y and z
 
@@ -127,7 +129,7 @@ class _Run:
 
     def pull(self, grads: list[Tensor], sources: list[Tensor]) -> Gradients:
         """Reverse the steps, and return the gradients in the sources for the gradients of z."""
-        ends, cell = [list(state) for state in self.ends], uncompiled(self.cell_then)
+        ends, cell = [list(state) for state in self.ends], uncompiled(self.repeated)
         passed = [[torch.zeros_like(end) for end in ends[0]], [_widened(grad) for grad in grads]]
         # Gradients of a half-step end at x; if x was computed from another source, the outer pass differentiates that.
         x = pytree.tree_map(self._cut, self.x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,13 +17,13 @@ from ..execution.plan import Plan
 from ..ops.steps.reference import Evaluation, evaluated
 from ..solution import Solution, Status
 from ..solvers import Solver
-from ..state.packing import Packing, evaluate
-from ..state.rows import per_row
+from ..state.packing import Packing, evaluate, version
+from ..state.rows import per_row, stand_in
 from ..torch_internals import pytree
-from ..torch_internals.autograd import detached
+from ..torch_internals.autograd import detached, leaves_behind, requiring_grad
 from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
-from ..torch_internals.weights import as_now
+from ..torch_internals.weights import as_now, behind_held, next_node, tensors_of
 from .base import Adjoint
 
 
@@ -44,8 +45,9 @@ class Iterated(Adjoint):
         if not bool(values(broken).any()):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Iterate again with healthy rows in place of the broken ones, which then do not affect the others' gradients.
-        stand_ins = replace(solution, value=plan.z0)
-        z0, x, _ = plan.without_broken(stand_ins)
+        _, x, rows = plan.without_broken(solution)
+        assert rows is not None
+        z0 = pytree.tree_map(lambda leaf: stand_in(leaf, rows), plan.z0)
         healthy, _ = self.iterate(plan, packing, z0, x)
         value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, plan.z0)
         return value, replace(solution, value=detached(value))
@@ -69,6 +71,7 @@ class Unrolled(Iterated):
 
     Raises:
         TypeError, ValueError: `steps` is not such a number, or `checkpoint` is not True or False.
+        RuntimeError: with `checkpoint`, x, z0 or a tensor of the cell has been written to before the backward pass.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Unrolled(steps=30))
@@ -86,9 +89,11 @@ class Unrolled(Iterated):
         check_choice("checkpoint", self.checkpoint, (False, True))
 
     def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
-        cell = plan.cell
+        cell, repeated = plan.cell, None
         if self.checkpoint and torch.is_grad_enabled() and plan.context != "torch.func":  # torch.func refuses it
-            cell = partial(checkpoint, as_now(cell), use_reentrant=False)
+            x = pytree.tree_map(lambda leaf: leaf, x)  # the caller may fill its containers again
+            repeated, begin = Repeated(cell, z, x), next_node()
+            cell = partial(checkpoint, repeated, use_reentrant=False)
         steps = self.steps or plan.solver.max_iter
         judge = Judge(packing, plan.solver)
         for _ in range(steps):
@@ -96,7 +101,48 @@ class Unrolled(Iterated):
             packing.check_value(value)
             previous, z = z, pytree.tree_map(lambda old, new: new.to(old.dtype), z, value)  # in the order of z
             judge.see(previous, value)
+        if repeated is not None:
+            repeated.end(leaves_behind(pytree.tree_leaves(value), requiring_grad((previous, x)), begin)[0])
         return z, judge.solution(z)
+
+
+class Repeated:
+    """Cell that a backward pass calls again. It then raises if a tensor that it reads has been written to since.
+
+    The calls themselves may write to buffers, such as running statistics.
+
+    Args:
+        cell: the cell of the forward pass.
+        z0, x: trees that the calls are given.
+    """
+
+    def __init__(self, cell: Callable[[Any, Any], Any], z0: Any, x: Any) -> None:
+        self.cell, self.has_ended = as_now(cell), False
+        named = {f"{name} of the cell": tensor for name, tensor in tensors_of(cell).items()}
+        for name, tree in (("z0", z0), ("x", x)):
+            leaves = [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
+            named |= {name if leaf is tree else f"tensor {i} of {name}": leaf for i, leaf in enumerate(leaves)}
+        self.read = [(name, tensor, version(tensor)) for name, tensor in named.items() if isinstance(tensor, Tensor)]
+
+    def __call__(self, z: Any, x: Any) -> Any:
+        if self.has_ended:
+            self._check()
+        return self.cell(z, x)
+
+    def end(self, held: list[Tensor]) -> None:
+        """End the forward pass, whose graph led to the weights `held`, which a function may close over."""
+        self.has_ended, own = True, behind_held()  # kept weights are not computed again
+        self.read = [(name, tensor, before) for name, tensor, before in self.read if version(tensor) == before]
+        self.read += [(f"a weight {tuple(tensor.shape)} of the cell", tensor, version(tensor)) for tensor in held]
+        self.read = [read for read in self.read if read[1] not in own and not hasattr(read[1], "placements")]
+
+    def _check(self) -> None:
+        for name, tensor, before in self.read:
+            if version(tensor) != before:
+                raise RuntimeError(
+                    f"deqfast: {name} has been modified by an inplace operation since the forward pass, but the "
+                    "backward pass calls the cell again: do it after the backward pass"
+                )
 
 
 class Judge:

@@ -12,7 +12,8 @@ from ..ops import ACTIVATIONS
 from ..ops.fc import reference
 from ..solution import Solution
 from ..solvers import Solver
-from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight
+from ..torch_internals.plain import fusible, is_plain
+from .linear import Device, check_dtype, check_features, recurrent_weight
 
 _ACTIVATIONS = dict(zip(ACTIVATIONS, reference.ACTIVATIONS, strict=True))
 
@@ -64,6 +65,7 @@ class FCCell(nn.Module):
         check_features("x", x, self.injection.in_features)
         return x.new_zeros(x.shape[0], self.weight.shape[0])
 
+    @fusible
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         """f(z, x), (B, features) for z (B, features) and x (B, in_features)."""
         check_features("x", x, self.injection.in_features)
@@ -72,7 +74,7 @@ class FCCell(nn.Module):
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
         """Solve in one launch, see ``deqfast.fc_fixed_point``; None if only the ordinary loop can solve it."""
         check_features("x", x, self.injection.in_features)
-        if not is_plain(self, FCCell):
+        if not is_plain(self):
             return None
         return solve_cell(self.weight, lambda: self.injection(x), self.activation, z0, solver, kernel)
 

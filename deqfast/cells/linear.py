@@ -12,6 +12,7 @@ from .._checks import check_count
 from ..execution.one_launch import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
+from ..torch_internals.plain import fusible, is_plain
 
 Device = torch.device | str | None
 
@@ -31,12 +32,6 @@ def check_dtype(dtype: torch.dtype | None) -> None:
     """Raise TypeError unless `dtype` is None or a floating-point type."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point type or None, got {dtype!r}")
-
-
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a call of `module` is the forward of `kind` and nothing else."""
-    own = getattr(module.forward, "__func__", None)  # an instance may have another one
-    return own is kind.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def recurrent_weight(features: int, device: Device, dtype: torch.dtype | None) -> nn.Parameter:
@@ -71,6 +66,7 @@ class LinearCell(nn.Module):
         check_dtype(dtype)
         self.weight = recurrent_weight(features, device, dtype)
 
+    @fusible
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         """f(z, x), (B, features) as z and x."""
         check_features("x", x, self.weight.shape[0])
@@ -79,6 +75,6 @@ class LinearCell(nn.Module):
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
         """Solve in one launch, see ``deqfast.fc_fixed_point``; None if only the ordinary loop can solve it."""
         check_features("x", x, self.weight.shape[0])
-        if not is_plain(self, LinearCell):
+        if not is_plain(self):
             return None
         return solve_cell(self.weight, lambda: x, "identity", z0, solver, kernel)

@@ -11,8 +11,9 @@ from ..execution.one_launch import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
 from ..torch_internals.dynamo import outside_exports
+from ..torch_internals.plain import fusible, is_plain
 from ..torch_internals.weights import OncePerSolve
-from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight
+from .linear import Device, check_dtype, check_features, recurrent_weight
 
 SPLITTINGS = ("peaceman-rachford", "forward-backward")
 # Proximal operators of alpha times one function, the same for every alpha. tanh, for example, is not one.
@@ -116,6 +117,7 @@ class MonotoneCell(nn.Module):
         check_features("x", x, self.injection.in_features)
         return x.new_zeros(x.shape[0], len(self.A))
 
+    @fusible
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         """f(z, x), (B, features) for z (B, features) and x (B, in_features)."""
         check_features("x", x, self.injection.in_features)
@@ -128,7 +130,7 @@ class MonotoneCell(nn.Module):
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
         """Solve in one launch, see ``deqfast.fc_fixed_point``; None if only the ordinary loop can solve it."""
         check_features("x", x, self.injection.in_features)
-        if self.splitting != "forward-backward" or not is_plain(self, MonotoneCell):
+        if self.splitting != "forward-backward" or not is_plain(self):
             return None
         explicit, _, alpha = self.matrices()
         return solve_cell(explicit, lambda: alpha * self.injection(x), self.activation, z0, solver, kernel)

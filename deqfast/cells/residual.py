@@ -11,8 +11,11 @@ from .._checks import check_count
 from ..ops import Kernel, check_kernel_name, kernel_name
 from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
+from ..torch_internals.plain import fusible, is_plain
 from ..torch_internals.transforms import in_forward_mode, in_torch_func
 from .linear import Device, check_dtype
+
+fusible(nn.GroupNorm.forward)
 
 
 class ResidualCell(nn.Module):
@@ -21,16 +24,15 @@ class ResidualCell(nn.Module):
     z, x: (B, channels, H, W); x is the injection. The convolutions are 3x3 without bias. The last normalisation N3
     makes a fixed point possible: without it the norm of z would grow for ever.
 
-    On a GPU the kernels convert inputs to channels_last: pass z and x in that format to save the copies. Only kernel
-    "torch" calls hooks of the normalisations.
+    On a GPU the kernels convert inputs to channels_last: pass z and x in that format to save the copies.
 
     Args:
         channels: C of z and x.
         groups: groups of the GroupNorm, a divisor of `channels`.
         kernel: computes everything but the convolutions; names as in ``DEQBlock``. "torch" calls the plain modules; the
             others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They support float32, bfloat16 and
-            float64, and need normalisations that are still GroupNorm. Otherwise, and under torch.func and forward-mode
-            AD, "auto" is "torch".
+            float64. They need normalisations that are still GroupNorm, without hooks and with their own forward.
+            Otherwise, and under torch.func and forward-mode AD, "auto" is "torch".
         device: of the parameters, as for the modules of torch; None: torch's default.
         dtype: of the parameters, a floating point type; None: torch's default.
 
@@ -82,12 +84,12 @@ class ResidualCell(nn.Module):
 
     def _choose_kernel(self, y: Tensor) -> Kernel:
         norms = (self.norm1, self.norm2, self.norm3)
-        fit = all(type(norm) is nn.GroupNorm and norm.affine for norm in norms)
+        fit = all(type(norm) is nn.GroupNorm and norm.affine and is_plain(norm) for norm in norms)
         fit = fit and self.norm2.num_groups == self.norm3.num_groups and self.norm2.eps == self.norm3.eps
         if not fit and self.kernel not in ("auto", "torch"):
             raise ValueError(
-                f"kernel={self.kernel!r} needs norm1, norm2 and norm3 to be nn.GroupNorm with weights, the last two "
-                f"with equal groups and eps, got {norms}"
+                f"kernel={self.kernel!r} needs norm1, norm2 and norm3 to be nn.GroupNorm with weights and without "
+                f"hooks, the last two with equal groups and eps, got {norms}; use 'auto' or 'torch'"
             )
         if in_torch_func() or in_forward_mode():  # no kernel supports these
             if self.kernel not in ("auto", "torch"):

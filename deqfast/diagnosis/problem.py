@@ -19,7 +19,7 @@ from ..solve import solve
 from ..solvers import Solver
 from ..state.norms import sample_norms
 from ..state.packing import Packing
-from ..state.rows import mark_samples, take_rows
+from ..state.rows import mark_samples, settled, take_rows
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached
 from ..torch_internals.dynamo import uncompiled
@@ -44,6 +44,12 @@ class Problem:
         self.marks = mark_samples(x, self.packing.leaves[0].shape[0], plan.per_sample)
         self.evaluations = 0
         self._cell = uncompiled(plan.cell)
+        if None in self.marks:
+            first = torch.arange(self.packing.leaves[0].shape[0], device=self.packing.device) == 0
+            with self.held(seed=0):  # at a random state, since z0 may be zeros, which hide a weight
+                self.marks = [
+                    bool(mark) for mark in settled(self.marks, self._cell, self.map(torch.randn_like, z0), x, first)
+                ]
 
     def cell(self, z: Any, x: Any) -> Any:
         """Value of the cell, counted."""

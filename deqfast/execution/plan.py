@@ -100,7 +100,7 @@ class Plan:
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
         """(z*, x, broken), see ``rows.without_broken``."""
-        return without_broken(self.x, solution, self.groups, self.per_sample)
+        return without_broken(self.cell, self.x, solution, self.groups, self.per_sample)
 
     def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:
         """Value that gets the gradient: z*, or `outputs` in all rows that did not break down."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +45,8 @@ class NeuralCollapse(Metric):
     own class means before any product. Memory does not grow with N. NC4 needs the samples, and is None, except in the
     convention "zhu".
 
-    Processes without samples may take part in a distributed sync. A clone or a pickle copies the classifier.
+    A method that raises leaves the metric as it was. Processes without samples may take part in a distributed sync. A
+    clone or a pickle copies the classifier.
 
     Args:
         num_classes: number of classes; labels are in [0, num_classes).
@@ -144,11 +147,53 @@ class NeuralCollapse(Metric):
         self.add_state("excluded", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Add a batch and return its own result. If that raises, as for an empty batch, the state does not change."""
+        """Add a batch and return its own result."""
+        with self._undone_on_error():
+            return super().forward(*args, **kwargs)
+
+    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
+        """Add the state of another metric; ValueError if it has another number of classes or of features."""
+        classes = getattr(incoming_state, "num_classes", self.num_classes)
+        if classes != self.num_classes:
+            raise ValueError(f"incoming_state has num_classes {classes}; it must be {self.num_classes}")
+        with self._undone_on_error():
+            super().merge_state(incoming_state)
+            widths = {part.shape[1] for part in ([] if self.streaming else self.features)}
+            if len(widths) > 1:
+                raise ValueError(f"incoming_state has features of another width: {sorted(widths)}")
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        for name in () if self.streaming else self._defaults:
+            setattr(self, name, [])  # a sync has left a tensor, which torchmetrics would clear like a list
+        super().reset()
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """Gather the states of all processes, see ``torchmetrics.Metric.sync``."""
+        with self._undone_on_error():
+            super().sync(*args, **kwargs)
+
+    def _wrap_update(self, update: Callable) -> Callable:
+        return self._undoing(super()._wrap_update(update))
+
+    def _wrap_compute(self, compute: Callable) -> Callable:
+        return self._undoing(super()._wrap_compute(compute))  # torchmetrics would leave the states of all processes
+
+    def _undoing(self, method: Callable) -> Callable:
+        @functools.wraps(method)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            with self._undone_on_error():
+                return method(*args, **kwargs)
+
+        return whole
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Context that leaves the metric as it was if it raises. Tensors of the state are replaced, not written to."""
         before = {name: list(one) if isinstance(one, list) else one for name, one in self.__dict__.items()}
         try:
-            return super().forward(*args, **kwargs)
-        except Exception:
+            yield
+        except BaseException:
             self.__dict__.update(before)
             raise
 

@@ -316,7 +316,7 @@ def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
 
 def versions(tree: Any) -> int | list[int]:
     """Version numbers, which change if something writes to the tensors of a structure."""
-    return _version(tree) if isinstance(tree, Tensor) else [_version(leaf) for leaf in pytree.tree_leaves(tree)]
+    return version(tree) if isinstance(tree, Tensor) else [version(leaf) for leaf in pytree.tree_leaves(tree)]
 
 
 def kept(rows: Tensor) -> Tensor:
@@ -329,5 +329,6 @@ def _shares_memory(a: Tensor, b: Tensor) -> bool:
     return is_tracing() or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """Version number, which changes if something writes to the tensor."""
     return 0 if tensor.is_inference() else tensor._version  # a copy made in inference mode has no count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from ..solution import Solution, Status
 from ..torch_internals import pytree
 from ..torch_internals.transforms import values
 from .groups import Groups
+
+Function = Callable[[Any, Any], Any]
 
 
 def per_row(mask: Tensor, like: Tensor) -> Tensor:
@@ -33,18 +36,19 @@ def known_finite(tensor: Tensor) -> bool:
 
 
 def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
-    """Whether each leaf of x has one row per row of z; None: it may have.
+    """Whether each leaf of x has one row per row of z; None: it has as many, but may be a weight.
 
-    If `declared`, a tree like x of truth values, is given, it decides. Else every dense tensor with `rows` rows counts,
-    unless it is a parameter. A (rows, rows) matrix in an x of several leaves may have them: it may also be a weight or
-    an adjacency matrix.
+    If `declared`, a tree like x of truth values, is given, it decides. Else a leaf may have rows of samples if it is a
+    dense tensor with dimensions and not a parameter. The only such leaf of x has them; of several each may.
 
     Raises:
         ValueError: `declared` has not the structure of x, or declares a tensor of another number of rows.
     """
     leaves, spec = pytree.tree_flatten(x)
     if declared is None:
-        return [_looks_per_sample(leaf, rows, alone=len(leaves) == 1) for leaf in leaves]
+        able = [_may_be_per_sample(leaf) for leaf in leaves]
+        mark = None if sum(able) > 1 else True
+        return [mark if may and len(leaf) == rows else False for may, leaf in zip(able, leaves, strict=True)]
     marks, given = pytree.tree_flatten(declared)
     if given != spec or not all(isinstance(mark, bool) for mark in marks):
         raise ValueError(f"per_sample must hold True or False in the structure of x, {spec}, got {declared!r}")
@@ -55,12 +59,9 @@ def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
     return marks
 
 
-def _looks_per_sample(leaf: Any, rows: int, alone: bool) -> bool | None:
-    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or leaf.layout != torch.strided:
-        return False
-    if not alone and leaf.shape == (rows, rows):
-        return None
-    return leaf.dim() > 0 and len(leaf) == rows
+def _may_be_per_sample(leaf: Any) -> bool:
+    is_dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.dim() > 0
+    return is_dense and not isinstance(leaf, nn.Parameter)
 
 
 def take_rows(x: Any, marks: list[bool | None], rows: Tensor) -> Any:
@@ -71,9 +72,9 @@ def take_rows(x: Any, marks: list[bool | None], rows: Tensor) -> Any:
 
 
 def without_broken(
-    x: Any, solution: Solution, groups: Groups | None = None, declared: Any = None
+    f: Function, x: Any, solution: Solution, groups: Groups | None = None, declared: Any = None
 ) -> tuple[Any, Any, Tensor | None]:
-    """(z*, x, broken), with a healthy row in place of each sample whose solve met a value that is not finite.
+    """(z*, x, broken), with a healthy row in place of each sample whose solve of f met a value that is not finite.
 
     broken: (N,) mask of these rows; None if the host knows that there are none.
     """
@@ -84,25 +85,52 @@ def without_broken(
         broken = groups.of_rows(broken)
     if not len(broken):
         return solution.value, x, None
-    z, x = with_stand_ins(solution.value, x, broken, declared)
+    z, x = with_stand_ins(f, solution.value, x, broken, declared)
     return z, x, broken
 
 
-def with_stand_ins(z: Any, x: Any, broken: Tensor, declared: Any = None) -> tuple[Any, Any]:
-    """(z, x) with a healthy row in place of each `broken` one (N,); zeros if no row is healthy."""
-    marks = mark_samples(x, len(broken), declared)
-    healthy = ~broken
-    donor = healthy.to(torch.int8).argmax(keepdim=True)
+def with_stand_ins(f: Function, z: Any, x: Any, broken: Tensor, declared: Any = None) -> tuple[Any, Any]:
+    """(z, x) with a healthy row in place of each `broken` one (N,); zeros if no row is healthy.
 
-    def stand_in(leaf: Tensor, mark: bool | None = True) -> Tensor:
-        if mark is False:
-            return leaf
-        row = leaf.index_select(0, donor)
-        # If a leaf may be a weight, replace only rows of broken samples that are not finite: a weight breaks all
-        # samples.
-        gone = broken if mark else broken & ~torch.isfinite(leaf).all(dim=1)
-        return torch.where(per_row(gone, leaf), torch.where(healthy.any(), row, torch.zeros_like(row)), leaf)
-
+    Leaves of x that only may have rows of samples are tried in f, if there is a broken row; this waits for the device.
+    """
+    marks: list[Any] = mark_samples(x, len(broken), declared)
+    z = pytree.tree_map(lambda leaf: stand_in(leaf, broken), z)
+    if None in marks:
+        if not bool(values(broken).any()):
+            return z, x
+        marks = settled(marks, f, z, x, broken)
     leaves, spec = pytree.tree_flatten(x)
-    replaced = [stand_in(leaf, mark) for leaf, mark in zip(leaves, marks, strict=True)]
-    return pytree.tree_map(stand_in, z), pytree.tree_unflatten(replaced, spec)
+    kept = [leaf if mark is False else stand_in(leaf, broken & mark) for leaf, mark in zip(leaves, marks, strict=True)]
+    return z, pytree.tree_unflatten(kept, spec)
+
+
+def stand_in(leaf: Tensor, broken: Tensor) -> Tensor:
+    """`leaf` with a healthy row in place of each `broken` one (N,); zeros if no row is healthy."""
+    healthy = ~broken
+    row = leaf.index_select(0, healthy.to(torch.int8).argmax(keepdim=True))
+    return torch.where(per_row(broken, leaf), torch.where(healthy.any(), row, torch.zeros_like(row)), leaf)
+
+
+@torch.no_grad()
+def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tensor) -> list[Any]:
+    """`marks` with a truth value, perhaps a tensor, for each None: whether the leaf has rows of samples.
+
+    It has if f keeps its values in all other rows when the leaf's `broken` rows (N,) are replaced. A weight would
+    change them. z must be finite.
+    """
+    leaves, spec = pytree.tree_flatten(x)
+
+    def values_with(leaves: list[Any]) -> list[Tensor]:
+        with torch.random.fork_rng([broken.device] if broken.is_cuda else []):  # equal draws in all calls
+            return pytree.tree_leaves(f(z, pytree.tree_unflatten(leaves, spec)))
+
+    found: list[Any] = list(marks)
+    expected = values_with(leaves)
+    for i, mark in enumerate(marks):
+        if mark is None:
+            pairs = zip(
+                values_with([*leaves[:i], stand_in(leaves[i], broken), *leaves[i + 1 :]]), expected, strict=True
+            )
+            found[i] = torch.stack([((a == b) | per_row(broken, a)).all() for a, b in pairs]).all()
+    return found

@@ -212,7 +212,7 @@ def _following(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
 
 
-def _edge(tensor: Tensor) -> Any:
+def edge_of(tensor: Tensor) -> Any:
     """Node of the tensor, and the tensor's number among its results. torch's public function adds a view to leaves."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn, tensor.output_nr
@@ -239,9 +239,9 @@ def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> 
     Two kinds of older nodes still belong to the evaluation. One is a weight held for the solve; its `age` is the number
     from which on its nodes count. The other is a weight's cast kept by autocast, a "ToCopyBackward0".
     """
-    edges: list[Any] = [(_edge(y), first) for y in outputs if y.requires_grad]
+    edges: list[Any] = [(edge_of(y), first) for y in outputs if y.requires_grad]
     begins = held_nodes()
-    seen = {_edge(tensor) for tensor in excluded if tensor.requires_grad}
+    seen = {edge_of(tensor) for tensor in excluded if tensor.requires_grad}
     found, hides = [], False
     while edges:
         edge, first = edges.pop()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -129,10 +130,10 @@ def hold_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Compute the weights of these modules of a cell once, with a graph if one is recorded, and keep them.
 
     A value that the thread already keeps is not computed again. Inside of the cell's own activation checkpoint the
-    weights are computed again, as in the backward pass.
+    weights are computed again, as in the backward pass. Each call computes those that its hooks must load first.
     """
-    lists = [found for found in _parametrised(modules) if found[2] not in _thread.held]
-    others = [module for module in modules if isinstance(module, OncePerSolve) and module not in _thread.held]
+    lists = [found for found in _parametrised(modules) if _can_be_held(found[2])]
+    others = [module for module in modules if isinstance(module, OncePerSolve) and _can_be_held(module)]
     if not (lists or others):
         yield
         return
@@ -152,6 +153,12 @@ def hold_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
         finally:
             for module in computing:
                 _thread.held.pop(module, None)
+
+
+def _can_be_held(module: nn.Module) -> bool:
+    """Return whether this thread does not keep the value yet, and the tensors are there: offloaded ones are on meta."""
+    tensors = chain(module.parameters(), module.buffers())
+    return module not in _thread.held and all(tensor.device.type != "meta" for tensor in tensors)
 
 
 def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -203,6 +210,11 @@ def check_not_cached(cell: nn.Module) -> None:
     """Raise RuntimeError if ``parametrize.cached`` keeps a weight of `cell`: a graph would never see an update."""
     if is_cached(cell):
         raise RuntimeError("cuda_graph cannot be used under parametrize.cached() with a cell of parametrised weights")
+
+
+def behind_held() -> set[Tensor]:
+    """Return the parameters and buffers from which the values that this thread keeps are computed."""
+    return {tensor for module in _thread.held for tensor in chain(module.parameters(), module.buffers())}
 
 
 def held_nodes() -> dict[Node, int]:

@@ -21,7 +21,7 @@ from collapse_samples import (
     rtol_on,
 )
 from torch import nn
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from deqfast import NCResult, NeuralCollapse, neural_collapse
 from deqfast.testing import rounding
@@ -232,6 +232,72 @@ def test_it_moves_and_converts_with_the_model_that_holds_it(streaming):
     assert model.metric.to("meta").device.type == "meta"
 
 
+def fails_while(monkeypatch, name, call):
+    """Call with a function of torchmetrics that fails at its end."""
+    own = getattr(Metric, name)
+
+    def failing(self, *args):
+        own(self, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Metric, name, failing)
+        call()
+
+
+def alone(tensor, group):
+    """Tensors of all processes, for a metric that syncs with itself only."""
+    return [tensor]
+
+
+X, Y = torch.eye(4, 6), torch.arange(4)
+# Calls that raise: {name: (error, call of a metric and of monkeypatch)}.
+FAILURES = {
+    "update": (ValueError, lambda m, _: m.update(X, Y[:3])),
+    "forward": (ValueError, lambda m, _: m(X[:0], Y[:0])),
+    "compute": (ValueError, lambda m, _: m.compute()),
+    "classifier": (ValueError, lambda m, _: setattr(m, "classifier_weight", torch.ones(3, 6))),
+    "sync": (
+        KeyboardInterrupt,
+        lambda m, p: fails_while(p, "_sync_dist", lambda: m.sync(alone, distributed_available=lambda: True)),
+    ),
+    "merge of another class count": (ValueError, lambda m, _: m.merge_state(NeuralCollapse(5, num_features=6))),
+    "merge, interrupted": (
+        KeyboardInterrupt,
+        lambda m, p: fails_while(p, "_reduce_states", lambda: m.merge_state(m.clone())),
+    ),
+}
+
+
+@list_and_streaming
+@pytest.mark.parametrize(("error", "call"), FAILURES.values(), ids=FAILURES)
+def test_a_call_that_raises_leaves_the_metric_as_it_was(error, call, streaming, monkeypatch):
+    metric = NeuralCollapse(4, streaming=streaming, num_features=6, compute_with_cache=True)
+    if error is ValueError and call is FAILURES["compute"][1]:
+        metric.update(X[:0], Y[:0])
+    else:
+        metric.update(X, Y)
+        metric.compute()
+    before = {name: list(one) if isinstance(one, list) else one for name, one in vars(metric).items()}
+    with pytest.raises(error):
+        call(metric, monkeypatch)
+    after = vars(metric)
+    assert after.keys() == before.keys()
+    for name, one in before.items():
+        same = isinstance(one, list) and all(a is b for a, b in zip(after[name], one, strict=True))
+        assert same or after[name] is one or after[name] == one, name
+
+
+def test_a_merge_of_another_width_adds_nothing():
+    metric, other = NeuralCollapse(4), NeuralCollapse(4)
+    metric.update(X, Y)
+    other.update(X[:, :5], Y)
+    before = metric.compute()
+    with pytest.raises(ValueError, match=r"another width: \[5, 6\]"):
+        metric.merge_state(other)
+    assert metric.compute() == before
+
+
 WORLD_SIZE = 2
 DISTRIBUTED = {"convention": "zhu", "classifier_bias": torch.linspace(-1, 1, 10)}  # whose NC4 streams have, too
 SHARES = {"uneven": (slice(0, 600), slice(600, 777)), "second without samples": (slice(0, 777), slice(0, 0))}
@@ -251,8 +317,19 @@ def distributed_results(rank):
         for streaming in (False, True):
             metric = NeuralCollapse(10, weight, streaming=streaming, **DISTRIBUTED)
             mine = features[shares[rank]], labels[shares[rank]]
+            with pytest.raises(ValueError, match="the metric is empty"):
+                metric.compute()
             if len(mine[0]):
                 in_pieces(metric, *mine, sizes=(40, 41))
+            with pytest.raises(ValueError, match="classifier_weight"):
+                metric.classifier_weight = torch.ones(10, 5)  # this raises if the metric knows the width
+                metric.compute()
+            metric.classifier_weight = weight
+            metric.sync()
+            again = pickle.loads(pickle.dumps(metric))
+            again.reset()
+            assert not (again.moments.any() if streaming else again.features or again.labels)
+            metric.unsync()
             first = metric.compute()
             metric.update(features[:50] + rank, labels[:50])
             results[f"{name}, streaming={streaming}"] = [first._asdict(), metric.compute()._asdict()]
