@@ -14,7 +14,7 @@ from .block import DEQBlock
 from .solvers import Auto, Solver
 from .state.norms import lengths, unit
 from .state.packing import LARGEST_SCALE, Packing
-from .state.rows import mark_samples, per_row
+from .state.rows import dropped_samples, mark_samples, per_row
 from .torch_internals import pytree
 from .torch_internals.autograd import in_order_of
 from .torch_internals.dynamo import is_exporting, untraced
@@ -178,7 +178,7 @@ def _solve_root(
     packing = Packing(z0, options.get("groups"))
     rows = packing.leaves[0].shape[0]
     steps = _tried(g, z0, args, packing) if sign is None else torch.full((rows,), float(sign), device=packing.device)
-    marks = mark_samples(args, rows, options.get("per_sample"))
+    marks = (dropped_samples if options.get("drop_converged") else mark_samples)(args, rows, options.get("per_sample"))
     if None not in marks:  # else x, which has the steps too, is judged like args
         options["per_sample"] = pytree.tree_unflatten(marks, pytree.tree_structure(args)), True
     sizes = steps.abs()

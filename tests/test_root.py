@@ -160,6 +160,8 @@ def test_per_sample_concerns_the_arguments():
         return z**3 - a - torch.tensor([[1.0], [64.0]], dtype=z.dtype)[: len(z)]
 
     deqfast.root(g, z0, square, **options)
+    with pytest.raises(ValueError, match=r"per_sample must say which .*, such as per_sample=\(True, False\)$"):
+        deqfast.root(lambda z, a, b: z**3 - a - b[0, 0], torch.ones_like(a), a, torch.eye(3), **options)
     with pytest.raises(
         ValueError, match=r"per_sample must hold True or False in the structure of x.*got \(True, True\)"
     ):

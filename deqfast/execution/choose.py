@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..solution import Solution
 from ..solve import solve
-from ..state.rows import mark_samples, take_rows
+from ..state.rows import dropped_samples, take_rows
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of
 from .functorch import solve_values
@@ -45,12 +45,7 @@ def _by_solver(plan: Plan) -> Runner:
 
 def in_loop(plan: Plan) -> Solution:
     """Run the eager loop."""
-    marks = mark_samples(plan.x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample) if plan.drop_converged else []
-    if None in marks:
-        raise ValueError(
-            "per_sample must say which tensors of x have a row per sample, because x has several and drop_converged "
-            f"drops rows: give a tree of True and False, such as per_sample={_declared(plan.x, marks)!r}"
-        )
+    marks = dropped_samples(plan.x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample) if plan.drop_converged else []
 
     def f(z: Any, rows: Tensor | None = None) -> Any:
         return plan.cell(z, plan.x if rows is None else take_rows(plan.x, marks, rows))
@@ -68,11 +63,6 @@ def in_loop(plan: Plan) -> Solution:
         trace=plan.trace,
         keep_inverse=plan.keep_inverse,
     )
-
-
-def _declared(x: Any, marks: list[bool | None]) -> Any:
-    """Declaration that all leaves with as many rows as z have rows of samples."""
-    return pytree.tree_unflatten([mark is not False for mark in marks], pytree.tree_structure(x))
 
 
 def in_export(plan: Plan) -> Solution:

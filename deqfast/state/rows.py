@@ -59,6 +59,18 @@ def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
     return marks
 
 
+def dropped_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
+    """As ``mark_samples``, for a solve that drops rows; ValueError if a leaf may be a weight."""
+    marks = mark_samples(x, rows, declared)
+    if None in marks:
+        example = pytree.tree_unflatten([mark is not False for mark in marks], pytree.tree_structure(x))
+        raise ValueError(
+            "per_sample must say which tensors of x have a row per sample, because x has several and drop_converged "
+            f"drops rows: give a tree of True and False, such as per_sample={example!r}"
+        )
+    return marks
+
+
 def _may_be_per_sample(leaf: Any) -> bool:
     is_dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.dim() > 0
     return is_dense and not isinstance(leaf, nn.Parameter)
@@ -126,7 +138,10 @@ def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tenso
             return pytree.tree_leaves(f(z, pytree.tree_unflatten(leaves, spec)))
 
     found: list[Any] = list(marks)
-    expected = values_with(leaves)
+    # Copies, because products may depend on the alignment of memory.
+    expected = values_with(
+        [leaf if mark is not None else leaf.clone() for leaf, mark in zip(leaves, marks, strict=True)]
+    )
     for i, mark in enumerate(marks):
         if mark is None:
             pairs = zip(
