@@ -29,6 +29,7 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
                  Tensor active, int64_t k, bool last, RuleNumbers rule, double damping) {
   const Checker check{"picard_step", z};
   check.check_rows();
+  check.check_evaluations(k);
   const int64_t batch = z.size(0), dim = z.size(1);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
@@ -70,7 +71,7 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
                       RuleNumbers rule, int64_t method, double alpha, double beta, double ridge) {
   const Checker check{"multisecant_step", z};
   check.check_rows();
-  STD_TORCH_CHECK(k >= 0, check.op, ": `k` must not be negative, got ", k);
+  check.check_evaluations(k);
   const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
   const int64_t batch = z.size(0), dim = z.size(1), pairs = history;
   const Window window{k, history, history};
@@ -154,7 +155,8 @@ struct TransposedParams {
 
   DEQFAST_HD Window window(int64_t row) const {
     const int pairs = count[row] < history ? count[row] : history;
-    return {newest[row] + int64_t(1), history, pairs > 0 ? pairs : 0};
+    const int64_t made = newest[row] + int64_t(1);
+    return {made > 0 ? made : 0, history, pairs > 0 ? pairs : 0};
   }
 };
 

@@ -226,9 +226,13 @@ struct MultisecantLoop {
   static constexpr size_t numbers = 4;  // method, alpha, beta, ridge
   static constexpr int64_t parts = 2;
   static constexpr bool brief_history = true;
-  static int64_t more_values(int64_t batch, int64_t dim, int64_t pairs) { return batch * (dim + (pairs + 2) * pairs); }
+  static int64_t more_values(const Checker& checker, int64_t batch, int64_t dim, int64_t pairs) {
+    return batch * dim + checker.elements({batch, pairs + 2, pairs});
+  }
   static int64_t more_counts(int64_t) { return 0; }
-  static void check(int64_t, int64_t, int64_t, Numbers numbers) {
+  static void check(int64_t, int64_t, int64_t pairs, Numbers numbers) {
+    STD_TORCH_CHECK(pairs <= Kernels::max_history, name, ": `history` must hold 1 to ", Kernels::max_history,
+                    " pairs, got ", pairs);
     const double method = numbers.own(0);
     STD_TORCH_CHECK(method == 0 || method == 1 || method == 2 || method == 3, name, ": `method` must be 0 to 3, got ",
                     method);
