@@ -155,8 +155,7 @@ struct TransposedParams {
 
   DEQFAST_HD Window window(int64_t row) const {
     const int pairs = count[row] < history ? count[row] : history;
-    const int64_t made = newest[row] + int64_t(1);
-    return {made > 0 ? made : 0, history, pairs > 0 ? pairs : 0};
+    return {newest[row] + int64_t(1), history, pairs > 0 ? pairs : 0};
   }
 };
 

@@ -170,7 +170,7 @@ struct TransposedStep : SampleStep {
 
   DEQFAST_INLINE void sweep1(int64_t row, Chunk chunk, Sums sums) const {
     const Window window = p.window(row);
-    if (window.size() == 0) return;
+    if (window.size() <= 0) return;
     alignas(64) T x[kTile];
     for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
       const int64_t count = std::min<int64_t>(kTile, end - tile);
@@ -185,7 +185,7 @@ struct TransposedStep : SampleStep {
   void solve(int64_t row, Sums sums, Sample& sample) const {
     std::fill(sample.gamma.begin(), sample.gamma.end(), T(0));  // in slots outside the window
     for (int j = 0; j < p.history; ++j) sample.t[j] = static_cast<T>(sums.total(j));
-    if (p.window(row).size() == 0) return;
+    if (p.window(row).size() <= 0) return;  // negative if `newest` is below -1
     const Gram<const T> gram{p.gram + row * (p.history + 2) * p.history, p.history};
     solve_window<true>(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), p.window(row), p.method,
                        p.ridge);
