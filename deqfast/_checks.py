@@ -126,12 +126,14 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, l
         raise ValueError(f"{name} must be finite and {bound}, got {value!r}")
 
 
-def check_count(name: str, value: Any, low: int = 1) -> None:
-    """Raise unless `value` is an integer of at least `low`."""
+def check_count(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
+    """Raise unless `value` is an integer of at least `low` and at most `high` (None: without bound)."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < low:
         raise ValueError(f"{name} must be at least {low}, got {value}")
+    if high is not None and int(value) > high:
+        raise ValueError(f"{name} must be at most {high}, got {value}")
 
 
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -32,7 +32,7 @@ from .state.packing import Packing, check_scale, is_of_state
 from .torch_internals import pytree
 from .torch_internals.dynamo import is_given_up, untraced
 from .torch_internals.transforms import values
-from .torch_internals.weights import hold_weights, modules_of
+from .torch_internals.weights import check_loaded, hold_weights, modules_of
 
 
 def _sync_every(value: int | None) -> int | None:
@@ -234,9 +234,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
         if plan.context != "eager":
             asked = given(plan, self.adjoint) + ["training mode"] * self.training
             check_served(plan.context, asked + ["trace of a Solution"] * bool(plan.trace and return_solution))
+        holds, modules = plan.holds_weights, modules_of(self.cell)
+        check_loaded(modules, plan.z0)
         self._look_for_changes(plan)
-        holds = plan.holds_weights
-        with solving(modules_of(self.cell)), hold_weights(modules_of(self.cell)) if holds else nullcontext():
+        with solving(modules), hold_weights(modules) if holds else nullcontext():
             # Dynamo gives up this frame within a transform, and would compile the solve in parts.
             adjoint = partial(untraced, self.adjoint) if plan.context == "torch.func" else self.adjoint
             value, solution = adjoint(plan)
@@ -280,9 +281,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def _trajectory(self, x: Any, at: Sequence[int], z0: Any, groups: Groups | Tensor | str | None) -> list[Any]:
         at = check_trajectory(self.adjoint, self.current_solver, at)
         plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
+        holds, modules = plan.context != "torch.func", modules_of(self.cell)
+        check_loaded(modules, plan.z0)
         self._look_for_changes(plan)
-        holds = plan.context != "torch.func"
-        with solving(modules_of(self.cell)), hold_weights(modules_of(self.cell)) if holds else nullcontext():
+        with solving(modules), hold_weights(modules) if holds else nullcontext():
             states, solution = differentiate_along(plan, self.adjoint, at)
         self._changes.look_at(plan, states)
         if self.warn:

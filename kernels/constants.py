@@ -16,6 +16,9 @@ REDUCTION_PER_TOL = 100.0
 # The unit of rounding of a low-precision f is the stall floor over this.
 ROUNDINGS_OF_STALL_FLOOR = 8.0
 
+# Evaluations are counted in int32.
+MAX_ITERATIONS = 2147483647
+
 BROYDEN_GOOD, BROYDEN_BAD, ANDERSON_I, ANDERSON_II = range(4)
 # Pivots of the equilibrated window matrix below this carry no information.
 PIVOT_FLOOR = 1e-7
@@ -23,6 +26,8 @@ PIVOT_FLOOR = 1e-7
 MAX_GPU_HISTORY = 32
 
 IDENTITY, RELU, TANH, GELU = range(4)
+# The most columns by which a CPU kernel extends W to whole panels.
+PANEL_PADDING = 31
 
 # Grouped rows whose class sums are formed by one program.
 CHUNK_ROWS = 256

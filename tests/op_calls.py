@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from interpreter import INTERPRETED
 from torch import Tensor
 
+from deqfast.ops.fc import reference
+from deqfast.ops.steps.loops import PARTS
 from deqfast.testing.fc_states import FCCase
 from deqfast.testing.norm_states import NormCase
 from deqfast.testing.states import METHODS, Case, StepsCase, make_state, same_bits
@@ -42,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"fp32": {}, "fp64": {"dtype": torch.float6
 SHORT: dict[str, Any] = {
     "multisecant_step": SHORT_HISTORY,
     "multisecant_transposed": SHORT_HISTORY,
-    "fc_fixed_point": {"weight_dtype": torch.bfloat16},
+    **dict.fromkeys(("fc_fixed_point", "fc_steps"), {"weight_dtype": torch.bfloat16}),
     **dict.fromkeys(("norm_act_residual", "norm_act_residual_backward"), "bf16 with fp32"),
     **dict.fromkeys(("norm_act", "norm_act_backward"), "bf16"),
     **dict.fromkeys(("class_means", "within_class_scatter"), torch.bfloat16),
@@ -73,6 +75,12 @@ def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
     elif op == "fc_fixed_point":
         solve = FCCase(size=4, batch=3, max_iter=3, **options)
         values = [*solve.make(device), *solve.scalars()]
+    elif op == "fc_steps":
+        solve = FCCase(size=4, batch=3, max_iter=3, **options)
+        weight, c, z0 = solve.make(device)
+        activation, max_iter, *rule = solve.scalars()
+        panels, *state = reference.start(z0)
+        values = [weight, c, panels.zero_(), *state, activation, 0, 2, max_iter, *rule]
     elif op == "fc_vjp":
         pre = torch.randn(3, 8, dtype=options.get("dtype")).to(device)
         values = [pre, pre + 1, 2]
@@ -90,6 +98,16 @@ def step_values(case: Case, device: str = "cpu") -> list[Any]:
     """The arguments of a step, without NaN where nothing was written."""
     state = make_state(case, device)
     return [*(torch.nan_to_num(state[name]) for name in case.names), *case.scalars()]
+
+
+def in_loop(op: str, tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:
+    """The tensors of a step as those of its loop, see ``deqfast.ops.steps.loops``; z is read from `values`."""
+    parts, joined = PARTS[op], {}
+    for name, own in {"values": ("z", "best", "residual", "progress"), "counts": ("active", "iterations")}.items():
+        joined[name] = torch.cat([tensors[part].flatten() for part in (*own, *getattr(parts, name))])
+    joined["counts"] = torch.cat([torch.tensor([k], dtype=torch.int32), joined["counts"]])
+    history = [tensors[name] for name in parts.history]
+    return {**joined, "status": tensors["status"], "history": torch.stack(history) if history else torch.empty(0)}
 
 
 def unaligned(tensor: Tensor) -> Tensor:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import emulate
@@ -10,6 +14,7 @@ import pytest
 import torch
 from op_calls import check_bits
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, LinearCell, Picard, Status, fc_fixed_point
 from deqfast.execution import one_launch
@@ -18,7 +23,7 @@ from deqfast.ops.fc import reference
 from deqfast.ops.steps import StopRule
 from deqfast.testing import after_solve, amplification, assert_accurate, assert_close, lost, rounding
 from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve
-from deqfast.testing.states import RULES
+from deqfast.testing.states import RULES, same_bits
 
 TORCH = Kernel("torch")
 EPS = rounding(torch.float32)
@@ -117,6 +122,70 @@ class TestOp:
         case = FCCase(size=size, batch=batch, rows=EVENTS[:3], **DTYPES[dtype])
         values = [*case.make(implementation.device), *case.scalars()]
         check_bits(op, values, implementation, set_threads, batch)
+
+
+class Launches(TorchDispatchMode):
+    """Names of the ops that solve."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith("deqfast::fc_"):
+            self.names.append(func._schema.name.removeprefix("deqfast::"))
+        return func(*args, **kwargs or {})
+
+
+ENDLESS = """
+import torch, deqfast
+cell = deqfast.FCCell(3, 64, activation="identity")
+with torch.no_grad():
+    cell.weight.copy_(-torch.eye(64))
+solver = deqfast.Picard(rtol=1e-12, max_iter=2**31 - 1)
+block = deqfast.DEQBlock(cell, solver, kernel="cpp")
+print("begun", flush=True)
+block(torch.ones(1, 3))
+"""
+
+
+@pytest.mark.usefixtures("cpp_kernels")
+class TestLaunches:
+    """A long solve on the CPU is several launches, between which Python handles signals."""
+
+    @every_dtype
+    @pytest.mark.parametrize(
+        ("size", "batch", "max_iter"), [(1, 1, 7), (63, 5, 30), (40, 37, 30), (300, 33, 12), (3, 0, 7)]
+    )
+    @pytest.mark.parametrize("iterations", [1, 2, 5])
+    def test_they_give_the_bits_of_one(self, size, batch, max_iter, iterations, dtype, monkeypatch):
+        rows = EVENTS[: batch - 1] if batch > 1 else ()
+        case = FCCase(size=size, batch=batch, max_iter=max_iter, rows=rows, warm=True, **DTYPES[dtype])
+        whole = torch.ops.deqfast.fc_fixed_point(*case.make(), *case.scalars())
+        monkeypatch.setattr(one_launch, "MAX_LAUNCH_PRODUCTS", iterations * max(batch, 8) * (size + 32) ** 2)
+        with Launches() as launches:
+            parts = one_launch._in_launches(*case.make(), *case.scalars())
+        most = int(whole[2].max()) if batch else 1
+        assert launches.names == ["fc_steps"] * max(-(-most // iterations), 1)
+        assert all(map(same_bits, parts, whole))
+
+    def test_a_usual_solve_is_one(self):
+        with Launches() as launches:
+            fc_fixed_point(torch.eye(512) / 2, torch.ones(128, 512), solver=Picard(max_iter=50))
+        assert launches.names == ["fc_fixed_point"]
+
+    def test_ctrl_c(self):
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(1)
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=10)  # a machine under load; the solve takes a quarter of an hour
+        finally:
+            process.kill()
+        assert process.returncode != 0 and error.rstrip().endswith("KeyboardInterrupt")
 
 
 LARGE = 99 * 1024  # bytes of shared memory of a block

@@ -8,13 +8,12 @@ from itertools import product
 
 import pytest
 import torch
-from op_calls import SHORT, SHORT_HISTORY, SOURCES, STEPS, good, outcome, step_values, tensors, unaligned
+from op_calls import SHORT, SHORT_HISTORY, SOURCES, STEPS, good, in_loop, outcome, step_values, tensors, unaligned
 
 import deqfast
 from deqfast import _extension
 from deqfast.ops import KERNELS, choose_kernel
 from deqfast.ops.registry import OPS
-from deqfast.ops.steps.loops import PARTS
 from deqfast.ops.steps.loops import STEPS as LOOPS
 from deqfast.testing import assert_close, rounding
 from deqfast.testing.norm_states import NORM_OPS
@@ -59,16 +58,6 @@ def test_pointers_that_are_not_aligned(op, implementation):
         assert_close(a, b, rounding(torch.float32) if a.is_floating_point() else 0.0)
 
 
-def in_loop(op: str, tensors: dict[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
-    """The tensors of a step as those of its loop, see ``deqfast.ops.steps.loops``; z is read from `values`."""
-    parts, joined = PARTS[op], {}
-    for name, own in {"values": ("z", "best", "residual", "progress"), "counts": ("active", "iterations")}.items():
-        joined[name] = torch.cat([tensors[part].flatten() for part in (*own, *getattr(parts, name))])
-    joined["counts"] = torch.cat([torch.tensor([k], dtype=torch.int32), joined["counts"]])
-    history = [tensors[name] for name in parts.history]
-    return {**joined, "status": tensors["status"], "history": torch.stack(history) if history else torch.empty(0)}
-
-
 @pytest.mark.skipif(not deqfast.backends()["cpp"], reason=str(deqfast.backends()["cpp"]))
 class TestLoops:
     """The steps of compiled loops do what the steps of the eager loop do, bit by bit."""
@@ -106,6 +95,7 @@ class TestLoops:
             ("multisecant_step", {"history": lambda t: t.half()}, "`history` must have dtype Float, got Half"),
             ("multisecant_step", {"numbers": lambda n: [*n[:5], 7.0, *n[6:]]}, "`method` must be 0 to 3, got 7"),
             ("broyden_step", {"history": lambda t: t.bfloat16()}, "`history` must have dtype Float, got BFloat16"),
+            ("picard_step", {"max_iter": 2**31}, "`max_iter` must be 1 to 2147483647, got 2147483648"),
             ("broyden_step", {"evaluations": 4, "max_iter": 9}, "`history` must have room for step 4, got 4 rows"),
         ],
     )
@@ -174,7 +164,11 @@ MISTAKES = [
         for k, last in ((-1, False), (-1, True), (4, False), (5, True))
     ),
     ("fc_fixed_point", "activation", {"activation": 4}, ["0 to 3, got 4"]),
-    ("fc_fixed_point", "max_iter", {"max_iter": 0}, ["at least 1, got 0"]),
+    ("fc_fixed_point", "max_iter", {"max_iter": 0}, ["1 to 2147483647, got 0"]),
+    ("fc_fixed_point", "max_iter", {"max_iter": 2**31}, ["1 to 2147483647, got 2147483648"]),
+    ("picard_step", "k", {"k": 2**31 - 1}, ["0 to 2147483646, got 2147483647"]),
+    *(("fc_steps", "k", {"k": k}, ["below `until` 2", f"got {k}"]) for k in (-1, 2)),
+    ("fc_steps", "until", {"until": 4}, ["at most `max_iter` 3, got 4"]),
     ("fc_vjp", "activation", {"activation": -1}, ["0 to 3, got -1"]),
     *((op, "y", {"y": torch.Tensor.half}, ["float32, bfloat16 or float64"]) for op in NORM_OPS),
     *((op, "y", {"y": lambda t: t[:, :, :0]}, ["(B, C, H, W)", "got (2, 16, 0, 5)"]) for op in NORM_OPS),

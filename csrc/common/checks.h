@@ -5,6 +5,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 #include <type_traits>
@@ -41,11 +42,29 @@ constexpr ScalarType scalar_type() {
   }
 }
 
+// Elements that a process can address. Sums of a few such numbers, and small multiples, fit into int64_t.
+constexpr int kAddressBits = 47;
+constexpr int64_t kMaxElements = int64_t(1) << kAddressBits;
+
 // Checks run against the first tensor of an op, whose device all others share.
 struct Checker {
   const char* op;
   const Tensor& like;
   const char* like_name = "z";
+
+  // The product of the sizes. No product of some of them exceeds kMaxElements, even if another one is 0.
+  int64_t elements(std::initializer_list<int64_t> sizes) const {
+    int64_t product = 1, of_others = 1;
+    bool fits = true;
+    for (int64_t size : sizes) {
+      fits = fits && size >= 0 && !__builtin_mul_overflow(of_others, std::max<int64_t>(size, 1), &of_others) &&
+             of_others <= kMaxElements;
+      product *= fits ? size : 0;
+    }
+    STD_TORCH_CHECK(fits, op, ": sizes must not be negative, and without zeros must multiply to at most 2^",
+                    kAddressBits, ", got ", shape_text(sizes));
+    return product;
+  }
 
   void match(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType dtype) const {
     bool same = tensor.dim() == static_cast<int64_t>(shape.size());
@@ -53,6 +72,7 @@ struct Checker {
     for (int64_t size : shape) same = same && tensor.size(d++) == size;
     STD_TORCH_CHECK(same, op, ": `", name, "` must have shape ", shape_text(shape), ", got ",
                     shape_text(tensor.sizes()));
+    elements(shape);
     STD_TORCH_CHECK(tensor.scalar_type() == dtype, op, ": `", name, "` must have dtype ",
                     torch::headeronly::toString(dtype), ", got ", torch::headeronly::toString(tensor.scalar_type()));
     STD_TORCH_CHECK(tensor.is_cuda() == like.is_cuda() && tensor.get_device_index() == like.get_device_index(), op,
@@ -73,7 +93,7 @@ struct Checker {
     check(like_name, like, {like.size(0), like.size(1)}, dtype);
   }
 
-// Check an argument that is read, and its device and layout.
+  // Check an argument that is read, and its device and layout.
   template <class T>
   const T* in(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
     check(name, tensor, shape, scalar_type<T>());
@@ -97,6 +117,15 @@ struct Checker {
             out<T>("progress", progress, {kProgress, batch}),
             out<int32_t>("active", active, {1}),
             batch};
+  }
+
+  // `k`, the evaluations before a step.
+  void check_evaluations(int64_t k) const {
+    STD_TORCH_CHECK(k >= 0 && k < kMaxIterations, op, ": `k` must be 0 to ", kMaxIterations - 1, ", got ", k);
+  }
+  void check_max_iter(int64_t max_iter) const {
+    STD_TORCH_CHECK(max_iter >= 1 && max_iter <= kMaxIterations, op, ": `max_iter` must be 1 to ", kMaxIterations,
+                    ", got ", max_iter);
   }
 
   // The dtype of the history and the number of pairs that fit into it.

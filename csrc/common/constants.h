@@ -19,6 +19,9 @@ constexpr double kReductionPerTol = 100.0;
 // The rounding unit of a low-precision f is the stall floor over this.
 constexpr double kRoundingsOfStallFloor = 8.0;
 
+// Evaluations are counted in int32.
+constexpr int64_t kMaxIterations = 2147483647;
+
 enum Method : int64_t { kBroydenGood = 0, kBroydenBad = 1, kAndersonI = 2, kAndersonII = 3 };
 
 // Pivots of the equilibrated window matrix below this carry no information.
@@ -27,6 +30,8 @@ constexpr double kPivotFloor = 1e-7;
 constexpr int kMaxGpuHistory = 32;
 
 enum Activation : int64_t { kIdentity = 0, kRelu = 1, kTanh = 2, kGelu = 3 };
+// The most columns by which a CPU kernel extends W to whole panels.
+constexpr int64_t kPanelPadding = 31;
 
 // Grouped rows whose class sums are formed by one program.
 constexpr int64_t kChunkRows = 256;

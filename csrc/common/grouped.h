@@ -52,6 +52,8 @@ inline Checker grouped_checker(const char* op, const Tensor& features, const Ten
   STD_TORCH_CHECK(offsets.dim() == 1 && offsets.size(0) >= 2, op,
                   ": `offsets` must have shape (K + 1), K at least 1, got ", shape_text(offsets.sizes()));
   STD_TORCH_CHECK(rows.dim() == 1, op, ": `rows` must have shape (M), got ", shape_text(rows.sizes()));
+  checker.elements({features.size(0), features.size(1)});
+  checker.elements({rows.size(0), features.size(1)});
   checker.check("rows", rows, {rows.size(0)}, ScalarType::Long);
   checker.check("offsets", offsets, {offsets.size(0)}, ScalarType::Long);
   return checker;
@@ -104,6 +106,7 @@ template <class Device>
 Tensor within_class_scatter(Tensor features, Tensor rows, Tensor offsets, Tensor means, Tensor directions) {
   const Checker checker = grouped_checker("within_class_scatter", features, rows, offsets);
   check_projection(checker, means, directions, offsets.size(0) - 1);
+  checker.elements({rows.size(0), directions.size(1)});
   Device::check_values("within_class_scatter", features, rows, offsets);
   const int64_t count = directions.size(1);
   Tensor within = torch::stable::new_zeros(features, {count}, ScalarType::Double);

@@ -50,13 +50,13 @@ struct NormChecker : Checker {
   // `native`: whether the kernel also takes contiguous tensors. A tensor of single pixels has both formats.
   NormShape shape(int64_t groups, bool native) const {
     const auto dtype = y.scalar_type();
-    STD_TORCH_CHECK(y.dim() == 4 && y.size(1) * y.size(2) * y.size(3) > 0, op,
+    STD_TORCH_CHECK(y.dim() == 4 && y.size(1) > 0 && y.size(2) > 0 && y.size(3) > 0, op,
                     ": `y` must have shape (B, C, H, W), got ", shape_text(y.sizes()));
     STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Double, op,
                     ": `y` must be float32, bfloat16 or float64, got ", torch::headeronly::toString(dtype));
     STD_TORCH_CHECK(groups >= 1 && y.size(1) % groups == 0, op, ": `groups` must divide the ", y.size(1),
                     " channels, got ", groups);
-    const int64_t pixels = y.size(2) * y.size(3);
+    const int64_t pixels = elements({y.size(2), y.size(3)});
     const NormShape shape{y.size(0), y.size(1), pixels, groups, !(native && pixels > 1 && is_dense(y, false))};
     map("y", y, shape, dtype);
     return shape;

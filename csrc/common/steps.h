@@ -29,6 +29,7 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
                  Tensor active, int64_t k, bool last, RuleNumbers rule, double damping) {
   const Checker check{"picard_step", z};
   check.check_rows();
+  check.check_evaluations(k);
   const int64_t batch = z.size(0), dim = z.size(1);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
@@ -70,7 +71,7 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
                       RuleNumbers rule, int64_t method, double alpha, double beta, double ridge) {
   const Checker check{"multisecant_step", z};
   check.check_rows();
-  STD_TORCH_CHECK(k >= 0, check.op, ": `k` must not be negative, got ", k);
+  check.check_evaluations(k);
   const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
   const int64_t batch = z.size(0), dim = z.size(1), pairs = history;
   const Window window{k, history, history};

@@ -128,7 +128,9 @@ struct BroydenLoop {
   static constexpr size_t numbers = 0;
   static constexpr int64_t parts = 1;
   static constexpr bool brief_history = false;
-  static int64_t more_values(int64_t batch, int64_t, int64_t steps) { return batch * steps * steps; }
+  static int64_t more_values(const Checker& checker, int64_t batch, int64_t, int64_t steps) {
+    return checker.elements({batch, steps, steps});
+  }
   static int64_t more_counts(int64_t batch) { return batch; }
   static void check(int64_t k, int64_t max_iter, int64_t steps, Numbers) {
     STD_TORCH_CHECK(k < steps || (k == steps && k + 1 == max_iter), name, ": `history` must have room for step ", k,

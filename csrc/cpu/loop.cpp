@@ -80,6 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> loop_end_op(Tensor va
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double,
                   "loop_end: `values` must be float32 or float64, got ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(batch >= 0 && dim >= 0, "loop_end: `batch` and `dim` must be at least 0, got ", batch, " and ", dim);
+  check.elements({batch, dim});
   const int64_t least = values_of_all(batch, dim);
   check.check("values", values, {std::max(values.dim() == 1 ? values.size(0) : 0, least)}, dtype);
   check.check("counts", counts, {std::max(counts.dim() == 1 ? counts.size(0) : 0, kPerSample + batch)}, ScalarType::Int);

@@ -55,7 +55,7 @@ AtenTensorHandle new_tensor(const std::array<int64_t, dims>& sizes, ScalarType d
 // Positions in `counts`.
 enum Counts { kEvaluations, kActive, kPerSample };
 
-// Number of elements of `values` that every step has.
+// Number of elements of `values` that every step has; a Checker has checked the sizes.
 inline int64_t values_of_all(int64_t batch, int64_t dim) { return 2 * batch * dim + (2 + kProgress) * batch; }
 
 // The tensors of a loop, split into those of a step.
@@ -99,7 +99,7 @@ struct Numbers {
 //   numbers        how many numbers the solver has
 //   parts          how many tensors `history` consists of
 //   brief_history  whether they may be bfloat16 for a float32 state
-//   more_values    (batch, dim, pairs): elements of `values` in addition to those of every step
+//   more_values    (checker, batch, dim, pairs): elements of `values` in addition to those of every step
 //   more_counts    (batch): likewise of `counts`
 //   check          (k, max_iter, pairs, numbers): raises an error before the step would leave its memory
 
@@ -127,11 +127,12 @@ Tensor loop_op(Tensor values, Tensor counts, Tensor status, Tensor history, Tens
     check.check("history", history, {Loop::parts, batch, std::max<int64_t>(pairs, 1), dim},
                 brief ? ScalarType::BFloat16 : fz.scalar_type());
   }
-  check.check("values", values, {values_of_all(batch, dim) + Loop::more_values(batch, dim, pairs)}, fz.scalar_type());
+  check.check("values", values, {values_of_all(batch, dim) + Loop::more_values(check, batch, dim, pairs)}, fz.scalar_type());
   check.check("counts", counts, {kPerSample + batch + Loop::more_counts(batch)}, ScalarType::Int);
   check.check("status", status, {batch}, ScalarType::Char);
   STD_TORCH_CHECK(numbers.size() == Numbers::kRuleNumbers + Loop::numbers, Loop::name, ": `numbers` must hold ",
                   Numbers::kRuleNumbers + Loop::numbers, ", got ", numbers.size());
+  check.check_max_iter(max_iter);
   const int64_t k = View{counts.get()}.data<int32_t>()[kEvaluations];
   STD_TORCH_CHECK(0 <= k && k < max_iter, Loop::name, ": `counts` must begin with evaluations from 0 and below `max_iter` ",
                   max_iter, ", got ", k);

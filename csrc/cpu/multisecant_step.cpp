@@ -170,7 +170,7 @@ struct TransposedStep : SampleStep {
 
   DEQFAST_INLINE void sweep1(int64_t row, Chunk chunk, Sums sums) const {
     const Window window = p.window(row);
-    if (window.size() == 0) return;
+    if (window.size() <= 0) return;
     alignas(64) T x[kTile];
     for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
       const int64_t count = std::min<int64_t>(kTile, end - tile);
@@ -185,7 +185,7 @@ struct TransposedStep : SampleStep {
   void solve(int64_t row, Sums sums, Sample& sample) const {
     std::fill(sample.gamma.begin(), sample.gamma.end(), T(0));  // in slots outside the window
     for (int j = 0; j < p.history; ++j) sample.t[j] = static_cast<T>(sums.total(j));
-    if (p.window(row).size() == 0) return;
+    if (p.window(row).size() <= 0) return;  // negative if `newest` is below -1
     const Gram<const T> gram{p.gram + row * (p.history + 2) * p.history, p.history};
     solve_window<true>(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), p.window(row), p.method,
                        p.ridge);
@@ -226,9 +226,13 @@ struct MultisecantLoop {
   static constexpr size_t numbers = 4;  // method, alpha, beta, ridge
   static constexpr int64_t parts = 2;
   static constexpr bool brief_history = true;
-  static int64_t more_values(int64_t batch, int64_t dim, int64_t pairs) { return batch * (dim + (pairs + 2) * pairs); }
+  static int64_t more_values(const Checker& checker, int64_t batch, int64_t dim, int64_t pairs) {
+    return batch * dim + checker.elements({batch, pairs + 2, pairs});
+  }
   static int64_t more_counts(int64_t) { return 0; }
-  static void check(int64_t, int64_t, int64_t, Numbers numbers) {
+  static void check(int64_t, int64_t, int64_t pairs, Numbers numbers) {
+    STD_TORCH_CHECK(pairs <= Kernels::max_history, name, ": `history` must hold 1 to ", Kernels::max_history,
+                    " pairs, got ", pairs);
     const double method = numbers.own(0);
     STD_TORCH_CHECK(method == 0 || method == 1 || method == 2 || method == 3, name, ": `method` must be 0 to 3, got ",
                     method);

@@ -67,7 +67,7 @@ struct PicardLoop {
   static constexpr size_t numbers = 1;  // damping
   static constexpr int64_t parts = 0;
   static constexpr bool brief_history = false;
-  static int64_t more_values(int64_t, int64_t, int64_t) { return 0; }
+  static int64_t more_values(const Checker&, int64_t, int64_t, int64_t) { return 0; }
   static int64_t more_counts(int64_t) { return 0; }
   static void check(int64_t, int64_t, int64_t, Numbers) {}
 

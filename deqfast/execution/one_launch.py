@@ -5,7 +5,7 @@ The solve stops by the same rule and returns the same Solution as ``deqfast.solv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ _DEFAULT_SOLVER = Picard()
 # Most products per evaluation for which "auto" takes the one launch on a GPU. Above it, the ordinary loop should be
 # faster, since it uses matrix units. The number comes from a cost model and is not measured.
 MAX_AUTO_PRODUCTS = 1 << 28
+# Most products of one launch on a CPU: a few tenths of a second on one core. Python handles Ctrl-C between launches.
+MAX_LAUNCH_PRODUCTS = 1 << 31
 
 
 def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -53,6 +55,25 @@ def serves(requested: str, kernel: Kernel, weight: Tensor, z0: Tensor) -> bool:
     return has_kernel(kernel, weight, z0.dtype)
 
 
+def _in_launches(
+    weight: Tensor, c: Tensor, z0: Tensor, activation: int, max_iter: int, *rule: float
+) -> Sequence[Tensor]:
+    """Results of the op ``fc_fixed_point`` from one launch, or, for a long solve, from several, with the same bits."""
+    # Fewer samples than 8 take as long, since W is read once for a block of them. An iteration of a sample costs about
+    # 1,000 products more, and each of its elements 64, for the activation and the judgement.
+    products = max(len(c), 8) * (len(weight) + 32) ** 2
+    each = max(MAX_LAUNCH_PRODUCTS // products, 1)
+    if max_iter <= each:
+        return torch.ops.deqfast.fc_fixed_point(weight, c, z0, activation, max_iter, *rule)
+    state = reference.start(z0)
+    _, _, *results, _ = state
+    for k in range(0, max_iter, each):
+        torch.ops.deqfast.fc_steps(weight, c, *state, activation, k, min(k + each, max_iter), max_iter, *rule)
+        if bool(results[1].all()):  # no status is 0: none is running
+            break
+    return results
+
+
 def _launch(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: Kernel, stall_floor: float
 ) -> Solution:
@@ -60,7 +81,8 @@ def _launch(
     absolute = solver.is_absolute
     with torch.no_grad():
         weight, c, z0 = (tensor.detach().contiguous() for tensor in (weight, c, z0))
-        value, status, iterations, residual = kernel.op("fc_fixed_point")(
+        run = _in_launches if kernel.name == "cpp" else kernel.op("fc_fixed_point")
+        value, status, iterations, residual = run(
             *(weight, c, z0, ACTIVATIONS.index(activation), solver.max_iter, *solver.rule(stall_floor)),
         )
         calls = samples = 0
@@ -107,7 +129,7 @@ def solve_cell(
         return None
     c = injection()
     c = c.to(z0.dtype) if weight.dtype == torch.bfloat16 else c
-    if c.shape != z0.shape or c.dtype != z0.dtype:
+    if c.shape != z0.shape or c.dtype != z0.dtype or c.device != z0.device:
         return None
     return _launch(weight, c, z0, activation, solver, chosen, floor)
 
@@ -146,7 +168,7 @@ def fc_fixed_point(
 
     z carries the Jacobian-free gradient (Fung et al., AAAI 2022, as ``JFB``) in `weight` and `c`: the gradient of
     act(W z + c) with z fixed. z0 gets no gradient, nor does a sample whose f was not finite. The computation uses the
-    given dtypes, under autocast too.
+    given dtypes, under autocast too. On a CPU a long solve is several launches, so that Ctrl-C can end it.
 
     Args:
         weight: W, (D, D) in the dtype of c, or bfloat16 for a float32 c; its values are multiplied in the dtype of c.

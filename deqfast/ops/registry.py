@@ -114,6 +114,17 @@ def _either(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def check_devices(op: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the tensors share the device of the first one.
+
+    torch gives a call with any tensor on meta to the op's fake, which would otherwise return without a result.
+    """
+    (first, device), *others = [(name, tensor.device) for name, tensor in tensors.items()]
+    for name, other in others:
+        if other != device:
+            raise ValueError(f"{op}: `{name}` must be on the device of `{first}` ({device}), got {other}")
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """Op whose table is `arguments`. The tensor `anchor` determines the dtypes and the device of the others.
@@ -225,6 +236,7 @@ class Op:
         """Results without values, for tracing."""
         a = self._bind(*values)
         sizes = self._counts(a)
+        check_devices(self.name, {name: getattr(a, name) for name in self._tensors})
         for name, shaped in self._tensors.items():
             tensor = getattr(a, name)
             if tensor.dim() != len(shaped.dims):
@@ -296,6 +308,7 @@ class Op:
         wrong = wrong or self._wrong_memory(tensor, shaped.layout, anchor)
         if wrong:
             raise ValueError(f"{op}: `{name}` must {wrong}")
+        check_devices(op, {self.anchor: anchor, name: tensor})
 
     def _wrong_shape(self, tensor: Tensor, shaped: Shaped, sizes: dict[str, int]) -> str | None:
         known, right = sizes.copy(), tensor.dim() == len(shaped.dims)
@@ -327,8 +340,6 @@ class Op:
         return None
 
     def _wrong_memory(self, tensor: Tensor, layout: str, anchor: Tensor) -> str | None:
-        if tensor.device != anchor.device:
-            return f"be on the device of `{self.anchor}` ({anchor.device}), got {tensor.device}"
         if not tensor.numel():  # torch does not copy an empty tensor into another layout
             return None
         if layout == "channels_last":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import ChecksKeywords, check_choice, check_count, check_number
-from ..kernels.constants import RUNNING
+from ..kernels.constants import MAX_ITERATIONS, RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS, StopRule
 
@@ -111,7 +111,7 @@ class Solver(ChecksKeywords):
 
     Args:
         rtol: relative tolerance, at least 0 and less than 1.
-        max_iter: calls of f, at least 1.
+        max_iter: calls of f, at least 1 and at most 2^31 - 1.
         atol: absolute tolerance, for fixed points at or near zero. If rtol is 0, it is positive, else at least 0 and at
             most 1e20 rtol.
         norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.
@@ -138,7 +138,7 @@ class Solver(ChecksKeywords):
         check_number("rtol", self.rtol, 0.0)
         if self.rtol >= 1:
             raise ValueError(f"rtol must be less than 1, or z = 0 would have converged, got {self.rtol!r}")
-        check_count("max_iter", self.max_iter)
+        check_count("max_iter", self.max_iter, high=MAX_ITERATIONS)
         check_number("atol", self.atol, 0.0, math.inf if self.is_absolute else MAX_ATOL * self.rtol)
         if not self.tol:
             raise ValueError("rtol and atol must not both be 0, or only an exact fixed point would converge")

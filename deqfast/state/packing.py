@@ -208,9 +208,10 @@ class Packing:
         return pytree.tree_unflatten(found, self.spec)
 
     def check_value(self, value: Any) -> list[Tensor]:
-        """Tensors of f's output; ValueError if it does not have the structure and the shapes of z0."""
+        """Tensors of f's output; an error if it lacks the structure, shapes or device of z0."""
         first = self.leaves[0]
-        if self.is_tensor and isinstance(value, Tensor) and value.shape == first.shape and _fits(value, first):
+        alike = self.is_tensor and isinstance(value, Tensor) and value.shape == first.shape
+        if alike and value.device == self.device and _fits(value, first):
             return [value]
         try:
             leaves = self.spec.flatten_up_to(value)  # finds the entries of a dict by their keys
@@ -229,6 +230,8 @@ class Packing:
                 "a block's state starts at zeros like x"
             )
         for leaf, of_state in zip(leaves, self.leaves, strict=True):
+            if leaf.device != self.device:
+                raise ValueError(f"f must return tensors on the device of z0, {self.device}, got {leaf.device}")
             if not _fits(leaf, of_state):
                 kind = "complex" if of_state.dtype.is_complex else "floating-point"
                 raise TypeError(f"f must return {kind} tensors for {of_state.dtype} ones, got {leaf.dtype}")
@@ -266,6 +269,7 @@ class Packing:
             isinstance(value, Tensor)
             and value.shape == self.leaves[0].shape
             and value.dtype == self.dtype
+            and value.device == self.device
             and value.is_contiguous()
         )
 

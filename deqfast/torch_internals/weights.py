@@ -255,3 +255,24 @@ def _in_own_checkpoint(held: _Held) -> bool:
         return False
     hooks = present_hooks()
     return bool(hooks) and hooks != held.hooks and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def check_loaded(modules: Sequence[nn.Module], z0: Any) -> None:
+    """Raise ValueError if a weight of these modules of a cell is on meta and z0 is not.
+
+    torch.nn.functional.linear and conv2d then return memory that nothing has written to. If any module has a hook or a
+    forward of its own, as with accelerate's offload, that may load the weights, and nothing is checked.
+    """
+    on_meta = [
+        name
+        for module in modules
+        for name, weight in (*module._parameters.items(), *module._buffers.items())
+        if weight is not None and weight.is_meta
+    ]
+    if not on_meta or any("forward" in vars(module) or module._forward_pre_hooks for module in modules):
+        return
+    for leaf in pytree.tree_leaves(z0):
+        if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+            raise ValueError(
+                f"the weights of the cell must be on the device of z0, {leaf.device}, got {on_meta[0]} on meta"
+            )

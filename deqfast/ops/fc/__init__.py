@@ -1,4 +1,7 @@
-"""Ops of the fully connected cell: ``fc_fixed_point``, a whole solve in one launch, and ``fc_vjp``, its backward."""
+"""Ops of the fully connected cell.
+
+``fc_fixed_point`` is a whole solve in one launch, ``fc_steps`` a part of one, and ``fc_vjp`` its backward.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from ...kernels.constants import PANEL_PADDING
 from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
-from ..steps import StopRule
+from ..steps import MAX_ITER, InOut, StopRule
 
 ACTIVATIONS = ("identity", "relu", "tanh", "gelu")  # gelu with erf
 STATE = anchored(torch.float32, torch.float64)
@@ -29,7 +33,31 @@ class FcFixedPoint:
     c: Annotated[Tensor, Shaped("B, D", STATE)]  # triton: float32
     z0: Annotated[Tensor, Shaped("B, D", STATE)]  # the start
     activation: Annotated[int, ACTIVATION]
-    max_iter: Annotated[int, Range(1)]  # evaluations of f per sample, at most
+    max_iter: Annotated[int, MAX_ITER]  # evaluations of f per sample, at most
+    rule: StopRule
+
+
+@dataclass(frozen=True)
+class FcSteps:
+    """Make the evaluations k to until - 1 of a solve by ``fc_fixed_point``, in place. It has no GPU kernels.
+
+    The state consists of the tensors of ``picard_step``; z of a finished sample is undefined. At the end the state has
+    the bits of the whole solve.
+    """
+
+    weight: Annotated[Tensor, Shaped("D, D", WEIGHT)]
+    c: Annotated[Tensor, Shaped("B, D", STATE)]
+    panels: Annotated[Tensor, InOut(f"D, D + {PANEL_PADDING}", STATE)]  # W in the kernel's order; written at k = 0
+    z: Annotated[Tensor, InOut("B, D", STATE)]
+    best: Annotated[Tensor, InOut("B, D", STATE)]
+    status: Annotated[Tensor, InOut("B", torch.int8)]
+    iterations: Annotated[Tensor, InOut("B", torch.int32)]
+    residual: Annotated[Tensor, InOut("2, B", STATE)]
+    progress: Annotated[Tensor, InOut("6, B", STATE)]
+    activation: Annotated[int, ACTIVATION]
+    k: Annotated[int, Range(0)]
+    until: Annotated[int, Range(1)]  # at most max_iter
+    max_iter: Annotated[int, MAX_ITER]  # of the whole solve
     rule: StopRule
 
 
@@ -69,4 +97,5 @@ register(
         triton="fc_fixed_point",
     )
 )
+register(Op("fc_steps", FcSteps, "c", limits={"D": Range(1)}))
 register(Op("fc_vjp", FcVjp, "pre", results=(Result("result", STATE, like="pre"),), triton="fc_fixed_point"))

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.constants import IDENTITY, RELU, TANH
+from ...kernels.constants import IDENTITY, PANEL_PADDING, RELU, TANH
 from ..steps import PROGRESS, PicardStep
 from ..steps.reference import picard_step
-from . import FcFixedPoint, FcVjp
+from . import FcFixedPoint, FcSteps, FcVjp
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -24,19 +24,27 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (_identity, torch.relu, to
 
 def fc_fixed_point(a: FcFixedPoint) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Solve z = act(W z + c) by Picard steps, all `max_iter` of them."""
-    batch, weight = a.c.shape[0], a.weight.to(a.c.dtype)
-    z, best = a.z0.clone(), a.z0.clone()
-    status = torch.zeros(batch, dtype=torch.int8, device=a.c.device)
-    iterations = torch.zeros(batch, dtype=torch.int32, device=a.c.device)
-    residual = torch.full((2, batch), torch.inf, dtype=a.c.dtype, device=a.c.device)
-    progress = residual.new_full((len(PROGRESS), batch), torch.inf)
-    active = torch.full((1,), batch, dtype=torch.int32, device=a.c.device)
-    for k in range(a.max_iter):
+    state = start(a.z0)
+    fc_steps(FcSteps(a.weight, a.c, *state, a.activation, 0, a.max_iter, a.max_iter, a.rule))
+    return state[2:6]
+
+
+def start(z0: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tensors `panels` to `progress` of ``fc_steps`` at k = 0."""
+    batch, dim = z0.shape
+    status, iterations = (z0.new_zeros(batch, dtype=dtype) for dtype in (torch.int8, torch.int32))
+    residual, progress = (z0.new_full((rows, batch), torch.inf) for rows in (2, len(PROGRESS)))
+    return z0.new_empty(dim, dim + PANEL_PADDING), z0.clone(), z0.clone(), status, iterations, residual, progress
+
+
+def fc_steps(a: FcSteps) -> None:
+    """Make the Picard steps k to until - 1."""
+    weight, active = a.weight.to(a.c.dtype), (a.status == 0).sum(0, keepdim=True, dtype=torch.int32)
+    for k in range(a.k, a.until):
         with torch.autocast(a.c.device.type, enabled=False):
-            fz = ACTIVATIONS[a.activation](F.linear(z, weight) + a.c)
-        monitor = (best, status, iterations, residual, progress, active)
-        picard_step(PicardStep(z, fz, *monitor, k, k + 1 == a.max_iter, a.rule, 1.0))
-    return best, status, iterations, residual
+            fz = ACTIVATIONS[a.activation](F.linear(a.z, weight) + a.c)
+        monitor = (a.best, a.status, a.iterations, a.residual, a.progress, active)
+        picard_step(PicardStep(a.z, fz, *monitor, k, k + 1 == a.max_iter, a.rule, 1.0))
 
 
 def fc_vjp(a: FcVjp) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.constants import MAX_GPU_HISTORY
+from ...kernels.constants import MAX_GPU_HISTORY, MAX_ITERATIONS
 from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
 from . import loops  # noqa: F401  (the schemas of the steps in compiled loops)
 
@@ -21,6 +21,7 @@ InOut = partial(Shaped, mutated=True)
 STATE = anchored(torch.float32, torch.float64)
 HISTORY = Dtype({torch.float32: (torch.float32, torch.bfloat16), torch.float64: (torch.float64,)})
 METHOD = Range(0, 3)
+MAX_ITER = Range(1, MAX_ITERATIONS)
 # Rows of `progress`: the relative residual and the iteration of the last gain of 5 %; |g| of the first evaluation; the
 # size of the start, max(|f(z0)|, |f(z0) - z0|); |f(z)| of `best`; the least residual that tol was compared with.
 PROGRESS = ("gain", "gain_iteration", "first", "start", "best_size", "least")
@@ -54,7 +55,7 @@ class StopRule(NamedTuple):
 
 @dataclass
 class _Evaluation:
-    k: Annotated[int, Range(0)]  # evaluations of f before this one
+    k: Annotated[int, Range(0, MAX_ITERATIONS - 1)]  # evaluations of f before this one
     last: bool  # no evaluation follows: judge, take no step
     rule: StopRule
 

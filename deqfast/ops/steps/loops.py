@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..registry import library
+from ..registry import check_devices, library
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,13 @@ def _begun(z0: Tensor, elements: int, integers: int, solve: int) -> tuple[Tensor
 
 @functools.partial(torch.library.register_fake, "deqfast::loop_end", lib=library)
 def _ended(values: Tensor, counts: Tensor, status: Tensor, running: Tensor, batch: int, dim: int) -> tuple[Tensor, ...]:
+    check_devices("loop_end", {"values": values, "counts": counts, "status": status, "running": running})
     value, residuals = values.new_empty(batch, dim), [values.new_empty(batch) for _ in range(2)]
     return value, status.new_empty(batch), counts.new_empty(batch), *residuals, counts.new_empty((), dtype=torch.int64)
 
 
-def _running(values: Tensor, *others: Any) -> Tensor:
+def _running(op: str, values: Tensor, counts: Tensor, status: Tensor, history: Tensor, fz: Tensor, *_: Any) -> Tensor:
+    check_devices(op, {"values": values, "counts": counts, "status": status, "history": history, "fz": fz})
     return values.new_empty((), dtype=torch.bool)
 
 
@@ -80,7 +82,7 @@ for _name in STEPS:
         f"{_name}(Tensor values, Tensor counts, Tensor status, Tensor history, Tensor fz, int max_iter, "
         "float[] numbers) -> Tensor running"
     )
-    torch.library.register_fake(f"deqfast::{_name}", _running, lib=library)
+    torch.library.register_fake(f"deqfast::{_name}", functools.partial(_running, _name), lib=library)
 
 _C_TYPES = {
     "Tensor": "AtenTensorHandle",

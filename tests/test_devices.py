@@ -1,0 +1,138 @@
+"""Tensors on two devices raise an error that names both. The second one is meta, which torch itself often accepts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from op_calls import good, in_loop, tensors
+from torch import Tensor, nn
+
+import deqfast
+from deqfast import DEQBlock, FCCell, LinearCell, MonotoneCell, ResidualCell, SubhomogeneousCell
+from deqfast.ops.registry import OPS
+
+LOOPS = ["picard_loop", "multisecant_loop", "broyden_loop"]
+CALLED = [*OPS, *(f"{op}_triton" for op in OPS if OPS[op].triton), *LOOPS, "loop_end"]
+TENSORS = {  # the tensors of calls that no table lists
+    **dict.fromkeys(LOOPS, ("values", "counts", "status", "history", "fz")),
+    "loop_end": ("values", "counts", "status", "running"),
+}
+CELLS = {
+    "linear": lambda: LinearCell(8),
+    "fc": lambda: FCCell(8, 8),
+    "monotone": lambda: MonotoneCell(8, 8),
+    "monotone in one launch": lambda: MonotoneCell(8, 8, "forward-backward"),
+    "subhomogeneous": lambda: SubhomogeneousCell(8, 8),
+    "subhomogeneous convolution": lambda: SubhomogeneousCell(8, 8, kernel_size=3),
+    "residual": lambda: ResidualCell(8, 4),
+    "residual in torch": lambda: ResidualCell(8, 4, kernel="torch"),
+}
+WEIGHTS = [(name, weight) for name, make in CELLS.items() for weight, _ in make().named_parameters()]
+
+
+def names_both(call) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        call()
+    assert re.search(r"\bcpu\b", str(error.value)) and re.search(r"\bmeta\b", str(error.value)), error.value
+
+
+def arguments(op: str) -> dict[str, Any]:
+    if op == "loop_end":
+        begun = torch.ops.deqfast.loop_begin(torch.randn(2, 16), 80, 4, 0)
+        return dict(zip(TENSORS[op], begun, strict=True)) | {"batch": 2, "dim": 16}
+    if op in LOOPS:
+        step = op.replace("loop", "step")
+        given = good(step)
+        return in_loop(step, given, 0) | {"fz": given["fz"], "max_iter": 5, "numbers": [0.0] * 9}
+    return good(op.removesuffix("_triton"))
+
+
+class TestOps:
+    @pytest.mark.parametrize(
+        ("op", "name"),
+        [(op, name) for op in CALLED for name in TENSORS.get(op) or tensors(op.removesuffix("_triton"))],
+    )
+    @pytest.mark.usefixtures("cpp_kernels")
+    def test_each_tensor_in_turn(self, op, name):
+        values = arguments(op)
+        before = {key: value.clone() for key, value in values.items() if isinstance(value, Tensor)}
+        values[name] = values[name].to("meta")
+        names_both(lambda: getattr(torch.ops.deqfast, op)(*values.values()))
+        assert all(torch.equal(values[key].nan_to_num(), t.nan_to_num()) for key, t in before.items() if key != name)
+
+    @pytest.mark.parametrize("op", CALLED)
+    @pytest.mark.usefixtures("cpp_kernels")
+    def test_all_of_them(self, op):
+        values = [value.to("meta") if isinstance(value, Tensor) else value for value in arguments(op).values()]
+        results = getattr(torch.ops.deqfast, op)(*values)
+        results = [results] if isinstance(results, Tensor) else results or []
+        assert all(result.is_meta for result in results)
+
+
+class TestCells:
+    """A block refuses each tensor. A cell by itself is refused by torch or by an op, but torch.nn.functional.linear and
+    conv2d accept a weight on meta."""
+
+    @staticmethod
+    def inputs(name: str) -> Tensor:
+        return torch.rand(2, 8, 4, 4) if "residual" in name or "convolution" in name else torch.rand(2, 8)
+
+    @pytest.mark.parametrize("name", CELLS)
+    def test_arguments(self, name):
+        cell, x = CELLS[name](), self.inputs(name)
+        names_both(lambda: cell(x.to("meta"), x))
+        names_both(lambda: cell(x, x.to("meta")))
+        for solver in ("picard", "anderson"):
+            names_both(lambda solver=solver: DEQBlock(cell, solver)(x.to("meta"), x))
+
+    @pytest.mark.parametrize(("name", "weight"), WEIGHTS)
+    @pytest.mark.parametrize("training", [True, False])
+    def test_weights(self, name, weight, training):
+        cell, x = CELLS[name](), self.inputs(name)
+        *path, last = weight.split(".")
+        module = cell.get_submodule(".".join(path))
+        setattr(module, last, nn.Parameter(getattr(module, last).to("meta")))
+        names_both(lambda: DEQBlock(cell, "picard").train(training)(x))
+        names_both(lambda: DEQBlock(cell).train(training).trajectory(x, at=[1]))
+
+    @pytest.mark.parametrize("norm", ["norm1", "norm2", "norm3"])
+    def test_norms_of_a_fused_cell(self, norm):
+        cell, x = ResidualCell(8, 4), self.inputs("residual")
+        getattr(cell, norm).to("meta")
+        names_both(lambda: cell(x, x))
+
+    def test_weights_that_a_hook_loads(self):
+        cell, x = nn.Bilinear(8, 8, 8), torch.rand(2, 8)
+        loaded = cell.weight
+        cell.weight = nn.Parameter(loaded.to("meta"))
+        cell.register_forward_pre_hook(lambda cell, _: setattr(cell, "weight", loaded))
+        assert not DEQBlock(cell, "picard", warn=False)(x).is_meta
+
+
+class TestSolves:
+    @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden", "auto"])
+    @pytest.mark.parametrize("kernel", ["auto", "torch"])
+    def test_the_value_of_f(self, solver, kernel):
+        names_both(lambda: deqfast.solve(lambda z: z.to("meta"), torch.ones(3, 4), solver, kernel))
+        names_both(lambda: deqfast.solve(lambda z: z.to("meta"), torch.ones(3, 4, 2), solver, kernel))
+        names_both(lambda: deqfast.fixed_point(lambda z: z.to("meta"), torch.ones(3, 4), solver=solver))
+        pair = {"a": torch.ones(3, 4), "b": torch.ones(3, 2)}
+        names_both(lambda: deqfast.solve(lambda z: z | {"b": z["b"].to("meta")}, pair, solver, kernel))
+
+    def test_one_launch(self):
+        given = {"weight": torch.eye(4) / 2, "c": torch.ones(3, 4), "z0": torch.ones(3, 4)}
+        for name, tensor in given.items():
+            names_both(lambda name=name, tensor=tensor: deqfast.fc_fixed_point(**given | {name: tensor.to("meta")}))
+
+    def test_neural_collapse(self):
+        given = {
+            "features": torch.randn(6, 4),
+            "labels": torch.arange(6) % 3,
+            "classifier_weight": torch.randn(3, 4),
+            "classifier_bias": torch.randn(3),
+        }
+        for name, tensor in given.items():
+            names_both(lambda name=name, tensor=tensor: deqfast.neural_collapse(**given | {name: tensor.to("meta")}))
