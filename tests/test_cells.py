@@ -258,7 +258,7 @@ def test_changed_normalisations_are_not_fused(change):
     z, x = torch.randn(2, 2, 8, 3, 3)
     with torch.no_grad():
         expected = cell.norm3(torch.relu(z + cell.norm2(cell.conv2(torch.relu(cell.norm1(cell.conv1(z)))) + x)))
-        assert torch.equal(cell(z, x), expected)
+        assert_close(cell(z, x), expected, rounding(torch.float32))
     cell.kernel = "cpp"
     with pytest.raises(ValueError, match="kernel='cpp' needs norm1, norm2 and norm3 to be"):
         cell(z, x)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import deqfast
 from deqfast import compat
 from deqfast.compat import get_deq
-from deqfast.testing import ITERATES, after_solve, rounding
+from deqfast.testing import ITERATES, after_solve, product, rounding
 
 torchdeq = pytest.importorskip("torchdeq")
 
@@ -58,7 +58,7 @@ def call(library, batch=1, given=None, slope=1.0, training=True, **options) -> C
 
     def func(z):
         calls[0] += 1
-        return torch.tanh(slope * z @ w.T + x)
+        return torch.tanh(product(slope * z, w) + x)
 
     layer = library.get_deq(**options).train(training)
     states, info = layer(func, torch.zeros_like(x), solver_kwargs=given)

@@ -359,7 +359,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=sorted(SHARED_LIMIT), help="only this architecture's rows")
     names = sorted({case.kernel for case in table()})
-    parser.add_argument("--kernels", nargs="+", choices=names, metavar="NAME", default=(), help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=names, metavar="NAME", default=(), help=f"of {', '.join(names)}"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
