@@ -317,7 +317,8 @@ def cells_as_units(mesh: DeviceMesh, share: torch.Tensor) -> None:
 
 def parallel_model(adjoint: str | Adjoint) -> nn.Sequential:
     torch.default_generator.manual_seed(0)  # the same in all processes: tests/perturbed.py moves seeds in this one only
-    return nn.Sequential(nn.Linear(4, 3), DEQBlock(FCCell(3, 5), Broyden(rtol=1e-6), adjoint), nn.Linear(5, 2)).double()
+    block = DEQBlock(FCCell(3, 5), Broyden(rtol=1e-6), adjoint, warn=False)
+    return nn.Sequential(nn.Linear(4, 3), block, nn.Linear(5, 2)).double()
 
 
 def parallel_data() -> torch.Tensor:

@@ -148,7 +148,7 @@ def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
     lookups, look_up = [], choice._availability
     monkeypatch.setattr(choice, "_availability", lambda kernel: lookups.append(kernel) or look_up(kernel))
     choice.looked_up.cache_clear()
-    block = DEQBlock(ResidualCell(8), Broyden(rtol=1e-30, max_iter=30))
+    block = DEQBlock(ResidualCell(8), Broyden(rtol=1e-30, max_iter=30), warn=False)
     for most in (2, 1):  # of the solve, and, the first time only, of the cell
         lookups.clear()
         _, solution = block(torch.randn(2, 8, 4, 4), return_solution=True)

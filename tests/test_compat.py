@@ -678,7 +678,7 @@ class TestTrajectory:
         self.w, self.x = weight(), injection(3)
 
     def cell(self, z, x):
-        return torch.tanh(z @ self.w.T + x)
+        return torch.tanh(product(z, self.w) + x)
 
     def iterate(self, times=150):
         """Picard's by hand: evaluation times + 1 is given it."""

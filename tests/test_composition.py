@@ -8,13 +8,14 @@ from itertools import product
 
 import pytest
 import torch
+from own_sums import Linear
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, Reversible, Unrolled
 from deqfast.regularize import jacobian_penalty
-from deqfast.testing import GRADIENT, assert_close
+from deqfast.testing import GRADIENT, assert_close, lost
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
 
@@ -68,6 +69,7 @@ class TestCreateGraph:
     @ATTACHED
     def test_a_functional_call_that_has_ended(self, adjoint):
         block, x = DEQBlock(Cell(), TIGHT, adjoint), torch.randn(3, 4, dtype=torch.float64)
+        block.cell.linear = Linear(4, 4, bias=False, dtype=torch.float64)  # SHINE enlarges other roundings
         weights = {name: (2 * p.detach()).requires_grad_() for name, p in block.named_parameters()}
         self.check(lambda: torch.func.functional_call(block, weights, (x,)), list(weights.values()))
 
@@ -223,7 +225,8 @@ def test_sparse_tensors_in_x(kind, leaf, adjoint):
         value = block((matrix, x), z0=start, groups="batch").square().sum()
         (found,) = torch.autograd.grad(value, matrix if leaf else weights)
         gradients.append(found.to_dense()[tuple(edges)] if leaf else found)
-    assert_close(*gradients, GRADIENT)
+    # SHINE reads differences of iterates.
+    assert_close(*gradients, lost(torch.float64, TIGHT.tol) if adjoint == "shine" else GRADIENT)
     assert gradients[0].all()
 
 
