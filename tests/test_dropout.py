@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from own_sums import Linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +35,7 @@ class Cell(nn.Module):
 
     def __init__(self, drop, reentrant=None):
         super().__init__()
-        self.linear, self.drop, self.reentrant = nn.Linear(6, 6, dtype=torch.float64), drop, reentrant
+        self.linear, self.drop, self.reentrant = Linear(6, 6, dtype=torch.float64), drop, reentrant
 
     def layer(self, z, x):
         return torch.tanh(0.4 * self.linear(self.drop(z)) + x)
@@ -115,7 +116,7 @@ def test_checkpoint_around_the_block(reentrant):
         block.zero_grad()
         call(x).square().sum().backward()
         found.append([parameter.grad.clone() for parameter in block.parameters()])
-    assert_close(*found, GRADIENT)
+    assert_close(*found, 0.0)
 
 
 @pytest.mark.parametrize("adjoint", ["jfb", Reversible(5), Unrolled(5, checkpoint=True)], ids=str)
