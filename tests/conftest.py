@@ -37,6 +37,8 @@ torch.set_num_threads(int(os.environ.get("DEQFAST_TEST_THREADS", "1")))
 if SEED := int(os.environ.get("DEQFAST_TEST_SEED", "0")):
     seed_of_torch = torch.manual_seed
     torch.manual_seed = lambda seed: seed_of_torch(seed + 1000 * SEED)
+if "DEQFAST_TEST_PRODUCTS" in os.environ:
+    import products  # noqa: F401
 
 
 @pytest.hookimpl(tryfirst=True)

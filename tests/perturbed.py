@@ -45,6 +45,7 @@ def every_perturbation(instructions: set[str]) -> list[tuple[str, dict[str, str]
         ("mkl", "MKL_CBWR", no_mkl, "COMPATIBLE", "", ""),
         ("mkl", "MKL_CBWR", no_mkl, "AVX2", "avx2", ""),
         ("mkl", "MKL_CBWR", no_mkl, "AVX512", "avx512f", ""),
+        ("products", "DEQFAST_TEST_PRODUCTS", "", "1", "", ""),
         ("threads", "DEQFAST_TEST_THREADS", one_core, "2", "", ""),
         *(("seed", "DEQFAST_TEST_SEED", "", str(seed), "", "") for seed in (1, 2, 3)),
     ):

@@ -153,7 +153,7 @@ def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
     lookups, look_up = [], choice._availability
     monkeypatch.setattr(choice, "_availability", lambda kernel: lookups.append(kernel) or look_up(kernel))
     choice.looked_up.cache_clear()
-    block = DEQBlock(ResidualCell(8), Broyden(rtol=1e-30, max_iter=30))
+    block = DEQBlock(ResidualCell(8), Broyden(rtol=1e-30, max_iter=30), warn=False)
     for most in (2, 1):  # of the solve, and, the first time only, of the cell
         lookups.clear()
         _, solution = block(torch.randn(2, 8, 4, 4), return_solution=True)
@@ -263,7 +263,7 @@ def test_changed_normalisations_are_not_fused(change):
     z, x = torch.randn(2, 2, 8, 3, 3)
     with torch.no_grad():
         expected = cell.norm3(torch.relu(z + cell.norm2(cell.conv2(torch.relu(cell.norm1(cell.conv1(z)))) + x)))
-        assert torch.equal(cell(z, x), expected)
+        assert_close(cell(z, x), expected, rounding(torch.float32))
     cell.kernel = "cpp"
     with pytest.raises(ValueError, match="kernel='cpp' needs norm1, norm2 and norm3 to be"):
         cell(z, x)

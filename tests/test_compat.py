@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import deqfast
 from deqfast import compat
 from deqfast.compat import get_deq
-from deqfast.testing import ITERATES, after_solve, rounding
+from deqfast.testing import ITERATES, after_solve, product, rounding
 
 torchdeq = pytest.importorskip("torchdeq")
 
@@ -61,7 +61,7 @@ def call(library, batch=1, given=None, slope=1.0, training=True, **options) -> C
 
     def func(z):
         calls[0] += 1
-        return torch.tanh(slope * z @ w.T + x)
+        return torch.tanh(product(slope * z, w) + x)
 
     layer = library.get_deq(**options).train(training)
     states, info = layer(func, torch.zeros_like(x), solver_kwargs=given)
@@ -842,7 +842,7 @@ class TestTrajectory:
         self.w, self.x = weight(), injection(3)
 
     def cell(self, z, x):
-        return torch.tanh(z @ self.w.T + x)
+        return torch.tanh(product(z, self.w) + x)
 
     def iterate(self, times=150):
         """Picard's by hand: evaluation times + 1 is given it."""

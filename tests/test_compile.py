@@ -12,6 +12,7 @@ import threading
 import onnxruntime
 import pytest
 import torch
+from own_sums import Linear
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +34,7 @@ from deqfast import (
     package_options,
 )
 from deqfast.execution import opaque_op
-from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
+from deqfast.testing import GRADIENT, WELL_CONDITIONED, after_solve, amplification, assert_close, product, rounding
 from deqfast.torch_internals.dynamo import uncompiled
 
 
@@ -42,7 +43,7 @@ class Cell(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 4, bias=False)
+        self.linear = Linear(4, 4, bias=False)
         self.register_buffer("scale", torch.tensor(0.5))
 
     def forward(self, z, x):
@@ -55,7 +56,7 @@ class Model(nn.Module):
     def __init__(self, *settings, cell=None, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.encoder, self.decoder = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.encoder, self.decoder = Linear(3, 4), Linear(4, 2)
         self.block = DEQBlock(Cell() if cell is None else cell, *settings, **options)
 
     def forward(self, x, **more):
@@ -75,9 +76,8 @@ def derivatives(f, x, parameters):
     return value.detach(), *torch.autograd.grad(value.square().sum(), [x, *parameters])
 
 
-def assert_same_derivatives(f, plain, x, parameters):
-    """Assert that `f` and `plain` have the same bits."""
-    assert all(map(torch.equal, derivatives(f, x, parameters), derivatives(plain, x, parameters)))
+def assert_same_derivatives(f, plain, x, parameters, tolerance=0.0):
+    assert_close(derivatives(f, x, parameters), derivatives(plain, x, parameters), tolerance)
 
 
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "shine", "unrolled"])
@@ -141,7 +141,7 @@ class TestCompiledAutograd:
         ("adjoint", "whole"), [(Reversible(3), False), (Unrolled(3), False), ("implicit", True)], ids=str
     )
     def test_adjoints_that_attach_to_no_evaluation_and_compiled_models_are_served(self, adjoint, whole, compiled):
-        model, x = Model("anderson", adjoint, warn=False), torch.randn(5, 3)
+        model, x = Model("anderson", adjoint, warn=False).double(), torch.randn(5, 3, dtype=torch.float64)
         _, _, *plain = derivatives(model, x, [*model.parameters()])
         assert_close(self.gradients(compiled(model) if whole else model, x), plain, GRADIENT)
 
@@ -188,16 +188,17 @@ def test_other_threads_may_compile_or_leave_compiled_code(compiled, monkeypatch)
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("what", ["residual", "fc"])
 def test_cells_and_the_fully_connected_solve(what, kernel, compiled):
-    weight, cell = (0.1 * torch.randn(8, 8)).requires_grad_(), ResidualCell(8, kernel=kernel)
+    weight = (0.1 * torch.randn(8, 8, dtype=torch.float64)).requires_grad_()
+    cell = ResidualCell(8, kernel=kernel).double()
     f, parameters, shape = {
         "fc": (lambda x: fc_fixed_point(weight, x, kernel=kernel)[0], [weight], (8,)),
-        "residual": (lambda x: cell(0.5 * x, x), [*cell.parameters()], (8, 3, 5)),
+        "residual": (lambda x: cell(0.5 * x, x).sin(), [*cell.parameters()], (8, 3, 5)),
     }[what]
     fast = compiled(f)
     for i, batch in enumerate((6, 7)):
-        x = torch.randn(batch, *shape)
+        x = torch.randn(batch, *shape, dtype=torch.float64)
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
-            assert_same_derivatives(fast, f, x, parameters)
+            assert_same_derivatives(fast, f, x, parameters, GRADIENT)  # products and convolutions round
 
 
 class TestOfABlock:
@@ -229,7 +230,8 @@ class TestOfABlock:
         for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
             with context:
                 found, plain = call(x, z0), block(x, z0)
-            assert all(torch.equal(found[k], plain[k]) and found[k].stride() == plain[k].stride() for k in z0)
+            assert_close(found, plain, WELL_CONDITIONED * rounding(torch.bfloat16, 1))
+            assert all(found[k].dtype == plain[k].dtype and found[k].stride() == plain[k].stride() for k in z0)
 
     def test_backward_solution_and_modes_are_those_of_the_live_block(self, compiled):
         model = Model("anderson", "implicit", eval_solver=Picard(max_iter=3), warn=False)
@@ -298,6 +300,7 @@ class TestOfABlock:
 
     def test_weights_changed_under_one_autocast(self, compiled):
         block, x = DEQBlock(Cell()), torch.randn(2, 4)
+        block.cell.linear = nn.Linear(4, 4, bias=False)  # autocast serves library products only
         call = compiled(block)
         with torch.autocast("cpu", torch.bfloat16):
             call(x)
@@ -305,7 +308,7 @@ class TestOfABlock:
                 block.cell.linear.weight.mul_(-1)
             found = call(x)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(found, block(x))
+            assert_close(found, block(x), WELL_CONDITIONED * rounding(torch.bfloat16, 1))
 
     def test_a_block_made_in_a_mode(self, compiled):
         with FakeTensorMode():
@@ -321,7 +324,7 @@ class TestOfABlock:
                 self.second = self.linear.weight
 
             def forward(self, z, x):
-                return super().forward(z, x) + 0.1 * z @ self.second
+                return super().forward(z, x) + 0.1 * product(z, self.second)
 
         block, x, weight = DEQBlock(Tied()), torch.randn(2, 4), (0.1 * torch.randn(4, 4)).requires_grad_()
 
@@ -574,6 +577,7 @@ class TestExport:
         program = exported(model)
         assert same(program, model, x) and program.module()(x)[1][1] == Status.NONFINITE
 
+    @pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:Converting a tensor to a Python boolean")
     def test_a_trace_of_torch_jit_is_refused(self):
         with pytest.raises(RuntimeError, match="torch.jit.trace would fix the number of evaluations"):
             torch.jit.trace(Model().eval(), (torch.randn(4, 3),))

@@ -8,13 +8,14 @@ from itertools import product
 
 import pytest
 import torch
+from own_sums import Linear
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, Reversible, Unrolled
 from deqfast.regularize import jacobian_penalty
-from deqfast.testing import GRADIENT, assert_close
+from deqfast.testing import GRADIENT, assert_close, lost
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
 
@@ -56,7 +57,7 @@ class TestCreateGraph:
 
     def check(self, value, tensors):
         found = [torch.autograd.grad(value().sum(), tensors, create_graph=given)[0] for given in (False, True)]
-        assert torch.equal(*(grad.detach() for grad in found))
+        assert_close(found[1].detach(), found[0], GRADIENT)
         with pytest.raises(RuntimeError, match="double backward through .* is not supported"):
             found[1].sum().backward()
 
@@ -68,6 +69,7 @@ class TestCreateGraph:
     @ATTACHED
     def test_a_functional_call_that_has_ended(self, adjoint):
         block, x = DEQBlock(Cell(), TIGHT, adjoint), torch.randn(3, 4, dtype=torch.float64)
+        block.cell.linear = Linear(4, 4, bias=False, dtype=torch.float64)  # SHINE enlarges other roundings
         weights = {name: (2 * p.detach()).requires_grad_() for name, p in block.named_parameters()}
         self.check(lambda: torch.func.functional_call(block, weights, (x,)), list(weights.values()))
 
@@ -140,7 +142,7 @@ def test_cells_may_use_torch_func(adjoint):
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)
 def test_the_operations_of_a_step_are_counted(adjoint):
     """torch's FlopCounterMode would fail if autograd.grad met a module's input that is a leaf."""
-    block, encoder = DEQBlock(Cell(), adjoint=adjoint), nn.Linear(4, 4, dtype=torch.float64)
+    block, encoder = DEQBlock(Cell(), adjoint=adjoint, warn=False), nn.Linear(4, 4, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
         z = block(encoder(torch.randn(3, 4, dtype=torch.float64)))
         forward = counter.get_total_flops()
@@ -178,7 +180,8 @@ def test_hooks_of_a_weight_see_its_whole_gradient_once(adjoint):
     plain, weight.grad = weight.grad, None
     weight.register_hook(lambda grad: seen.append(grad) or 2 * grad)
     block(x).sum().backward()
-    assert len(seen) == 1 and torch.equal(weight.grad, 2 * plain)
+    assert len(seen) == 1
+    assert_close(weight.grad, 2 * plain, GRADIENT)
 
 
 def test_the_operations_of_a_second_derivative_are_counted():
@@ -193,7 +196,7 @@ def test_the_operations_of_a_second_derivative_are_counted():
 
     expected = second()
     with FlopCounterMode(display=False) as counter:
-        assert torch.equal(second(), expected)
+        assert_close(second(), expected, GRADIENT)
     products = sum(counter.get_flop_counts()["DEQBlock.cell.linear"].values()) // (2 * 3 * 4 * 4)
     assert products >= 3 * block.backward_solution.evaluations  # a solve for the value and one for each derivative
 
@@ -205,6 +208,8 @@ SPARSE = {
 }
 
 
+# Torch says once per process that these tensors may still change.
+@pytest.mark.filterwarnings("ignore:Sparse ")
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)
 @pytest.mark.parametrize("leaf", [False, True], ids=["made", "leaf"])
 @pytest.mark.parametrize("kind", ["coo", "csr"])
@@ -220,7 +225,8 @@ def test_sparse_tensors_in_x(kind, leaf, adjoint):
         value = block((matrix, x), z0=start, groups="batch").square().sum()
         (found,) = torch.autograd.grad(value, matrix if leaf else weights)
         gradients.append(found.to_dense()[tuple(edges)] if leaf else found)
-    assert_close(*gradients, GRADIENT)
+    # SHINE reads differences of iterates.
+    assert_close(*gradients, lost(torch.float64, TIGHT.tol) if adjoint == "shine" else GRADIENT)
     assert gradients[0].all()
 
 
@@ -228,6 +234,7 @@ def of_nested(z, x):
     return torch.tanh(0.3 * z + torch.nested.to_padded_tensor(x, 0.0).sum(1))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)
 @pytest.mark.parametrize("leaf", [False, True], ids=["made", "leaf"])
 def test_nested_tensors_in_x(leaf, adjoint):
@@ -272,6 +279,7 @@ class GradientsOfSamples:
         self.found = self.found + torch.einsum("bi,bj->bij", outer[0], self.inputs.pop())
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the state of a last evaluation has no gradient
 @pytest.mark.parametrize("adjoint", ["jfb", Implicit(TIGHT), "neumann", "phantom", "shine", Unrolled(20)], ids=str)
 def test_backward_hooks_of_modules_see_a_gradient_for_each_call(adjoint):
     """None of the products on the way to it."""

@@ -49,6 +49,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
+@pytest.mark.filterwarnings("ignore:deqfast. in ")  # pages also show solves that do not converge
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

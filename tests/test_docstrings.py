@@ -38,6 +38,7 @@ def examples(name: str) -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
+@pytest.mark.filterwarnings("ignore:deqfast. in ")  # examples also show solves that do not converge
 @pytest.mark.parametrize("name", deqfast.__all__)
 def test_examples_run(name):
     tests = examples(name)

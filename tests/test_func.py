@@ -26,7 +26,7 @@ from deqfast import (
     solve,
 )
 from deqfast.adjoints import Adjoint
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, rounding
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, lost, rounding
 
 TIGHT = Broyden(rtol=1e-13, max_iter=60)
 ADJOINTS = {
@@ -137,7 +137,8 @@ class TestMembers:
         found = vmap(call)(x)
         for i in range(2):
             assert all(torch.equal(a[i], b) for a, b in zip(found[1:3], call(x[i])[1:3], strict=True))
-            assert_close((found[0][i], found[3][i]), (call(x[i])[0], call(x[i])[3]), GRADIENT)
+            assert_close(found[0][i], call(x[i])[0], GRADIENT)
+            assert_close(found[3][i], call(x[i])[3], lost(torch.float64, 1e-6))
         assert (found[1] == Status.NONFINITE).tolist() == [[False, True, False], [False] * 3]
         gradients = vmap(jacrev(lambda p, x: functional_call(block, p, (x,)).sum(0)), (None, 0))
         gradients = gradients({name: p.detach() for name, p in block.named_parameters()}, x)
@@ -390,7 +391,8 @@ class TestCompiled:
         fast(*given)
         block, graphs = self.model()[1], []
         found = torch.compile(block, backend=lambda graph, _: graphs.append(graph) or graph.forward)(given[1])
-        assert torch.equal(found, block(given[1])) and not graphs
+        assert_close(found, block(given[1]), GRADIENT)
+        assert not graphs
 
     def test_gradients_around_compiled_code_and_left_out_of_it(self):
         fast, plain, given = self.compiled(lambda loss: lambda *given: torch.compiler.disable(grad(loss))(*given))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from own_sums import Linear
 from torch import nn
 
 from deqfast import JFB, Broyden, Implicit, LinearCell, Status, Unrolled, fixed_point
@@ -53,14 +54,14 @@ def test_transforms():
         return fixed_point(lambda z, w: torch.tanh(z @ w + x[0]), x[0], w, adjoint=adjoint).sum()
 
     checkpointed, plain = (torch.func.grad(iterated)(w, Unrolled(9, checkpoint)) for checkpoint in (True, False))
-    assert torch.equal(checkpointed, plain)
+    assert_close(checkpointed, plain, GRADIENT)
 
 
 def test_in_compiled_and_exported_models():
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear = nn.Linear(4, 4)
+            self.linear = Linear(4, 4)
 
         def forward(self, x):
             c, z0 = self.linear(x), torch.zeros_like(x)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from own_sums import LoopedFCCell
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,17 +109,10 @@ def mode(request):
     return request.param
 
 
-class LoopedCell(deqfast.FCCell):
-    """Takes the ordinary loop under every solver."""
-
-    def fixed_point(self, *arguments):
-        return None
-
-
 def blocks(solver, mode, **options):
     """The same block, captured and not."""
     torch.manual_seed(0)
-    cell = LoopedCell(5, 12).to(DEVICE)
+    cell = LoopedFCCell(5, 12).to(DEVICE)
     return deqfast.DEQBlock(cell, solver, cuda_graph=mode, **options), deqfast.DEQBlock(cell, solver, **options)
 
 
@@ -134,7 +128,7 @@ def assert_same(actual, expected):
 @some_solvers
 @pytest.mark.parametrize(("sync_every", "min_iter"), [(1, 1), (3, 1), (3, 9)])
 def test_the_solution_equals_the_loops(name, sync_every, min_iter, mode):
-    graphed, plain = blocks(SOLVERS[name](rtol=1e-4, min_iter=min_iter), mode, sync_every=sync_every)
+    graphed, plain = blocks(SOLVERS[name](rtol=1e-4, min_iter=min_iter), mode, sync_every=sync_every, warn=False)
     for seed, z0 in enumerate((None, None, torch.randn(4, 12, device=DEVICE))):
         x = inputs(seed=seed)
         x[1] = torch.nan if z0 is not None else x[1]
@@ -164,7 +158,7 @@ CHANGES = {
     "a parameter": (lambda block: setattr(block.cell, "weight", nn.Parameter(0.5 * block.cell.weight.detach())), 2),
     "the mode": (lambda block: block.eval(), 2),
     "the solver": (lambda block: setattr(block, "solver", deqfast.Anderson(rtol=1e-5)), 2),
-    "the cell": (lambda block: setattr(block, "cell", LoopedCell(5, 12).to(DEVICE)), 2),
+    "the cell": (lambda block: setattr(block, "cell", LoopedFCCell(5, 12).to(DEVICE)), 2),
 }
 
 
@@ -224,6 +218,7 @@ def test_a_cell_that_waits_for_the_host_cannot_be_captured():
         deqfast.DEQBlock(Waiting(), cuda_graph=True)(inputs())
 
 
+@pytest.mark.filterwarnings("ignore:called a synchronizing")  # the other thread's
 def test_waits_are_found_by_the_warnings_of_this_thread(monkeypatch):
     """Other warnings, and those of other threads, are shown as they were, and the mode is as before in the end."""
     mode, ready = ["default"], "called a synchronizing CUDA operation"

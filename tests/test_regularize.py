@@ -38,7 +38,7 @@ def test_the_penaltys_gradient_is_that_of_the_same_probes():
         torch.manual_seed(1)
         return jacobian_penalty(lambda z, x: torch.tanh(z @ weight.T + x @ cell.injection.weight.T), z, x)
 
-    assert torch.autograd.gradcheck(penalty, (x, cell.weight))
+    assert torch.autograd.gradcheck(penalty, (x, cell.weight), nondet_tol=GRADIENT)
     torch.manual_seed(1)
     assert torch.autograd.grad(jacobian_penalty(cell, z, x), cell.weight)[0].any()
 

@@ -144,7 +144,7 @@ def test_exports_compiled_cells_copies_and_empty_batches(kernel_size):
     z, close = block(x), rounding(torch.float32)
     assert_close(torch.export.export(block, (x,)).module()(x), z, close)
     assert_close(torch.compile(block.cell, fullgraph=True, backend="eager")(z, x), block.cell(z, x), close)
-    assert torch.equal(pickle.loads(pickle.dumps(block))(x), z)
+    assert_close(pickle.loads(pickle.dumps(block))(x), z, close)
     assert block(x[:0]).shape == z[:0].shape
     half = copy.deepcopy(block).bfloat16()(x.bfloat16())
     assert half.dtype == torch.bfloat16 and half.isfinite().all()

@@ -22,7 +22,7 @@ from deqfast import (
     fixed_point,
     regularize,
 )
-from deqfast.testing import FINITE_DIFFERENCES, assert_close, rounding
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, lost, product, rounding
 
 SOLVERS = [Picard(1e-5, 60), Anderson(1e-5, 40), Broyden(1e-5, 40)]
 MIX = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]
@@ -32,7 +32,7 @@ SCALE = {"large": 1e4, "small": 1.0}
 
 def plain(z, x):
     """A contraction of rows of eight numbers."""
-    return torch.tanh(0.8 * z @ MIX + x)
+    return torch.tanh(product(0.8 * z, MIX.T) + x)
 
 
 def parted(z, x):
@@ -194,9 +194,10 @@ def test_complex_gradients(adjoint):
 
     assert torch.autograd.gradcheck(solved, (x, mix), **FINITE_DIFFERENCES)
     if isinstance(adjoint, (Implicit, Unrolled)):
-        assert torch.autograd.gradgradcheck(solved, (x, mix), eps=1e-5, atol=1e-5)
+        assert torch.autograd.gradgradcheck(solved, (x, mix), eps=1e-5, atol=1e-5, nondet_tol=GRADIENT)
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")  # it calls torch
 @pytest.mark.parametrize("adjoint", [JFB(), SHINE(), Implicit()], ids=repr)
 def test_complex_gradients_by_every_route(adjoint):
     cell, x = torch.nn.Linear(4, 4, dtype=torch.complex128), torch.randn(3, 4, dtype=torch.complex128)
@@ -209,7 +210,9 @@ def test_complex_gradients_by_every_route(adjoint):
         given = x.clone().requires_grad_()
         block = DEQBlock(call, Anderson(1e-12, 40), adjoint, **options)
         found.append(torch.autograd.grad(block(given).abs().square().sum(), given)[0])
-    assert_close(torch.view_as_real(found[1]), torch.view_as_real(found[0]), 1e-9)
+    # SHINE reads differences of iterates.
+    tolerance = lost(torch.float64, 1e-12) if isinstance(adjoint, SHINE) else 1e-9
+    assert_close(torch.view_as_real(found[1]), torch.view_as_real(found[0]), tolerance)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -10,13 +10,14 @@ from functools import partial
 
 import pytest
 import torch
+from own_sums import Linear
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from deqfast import Broyden, DEQBlock, Implicit, LinearCell, MonotoneCell, Picard, ResidualCell, Reversible, Unrolled
-from deqfast.testing import GRADIENT, after_solve, assert_close
+from deqfast.testing import GRADIENT, after_solve, assert_close, rounding
 from deqfast.torch_internals import weights
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
@@ -38,7 +39,7 @@ class Cell(nn.Module):
     def __init__(self, parametrization=None, own_checkpoint=False):
         super().__init__()
         torch.manual_seed(0)
-        self.linear = nn.Linear(3, 3, bias=False, dtype=torch.float64)
+        self.linear = Linear(3, 3, bias=False, dtype=torch.float64)
         self.evaluations, self.own_checkpoint = 0, own_checkpoint
         if isinstance(parametrization, nn.Module):
             parametrize.register_parametrization(self.linear, "weight", parametrization)
@@ -160,7 +161,7 @@ def test_spectral_norm_in_training_moves_once_per_call(adjoint):
     value = block(x)
     weight = alone.linear.weight  # one step of the power iteration
     for a, b in zip(cell.buffers(), alone.buffers(), strict=True):
-        assert torch.equal(a, b)
+        assert_close(a, b, rounding(torch.float64))
     rate = 0.4 * float(torch.linalg.matrix_norm(weight.detach(), 2))
     left = 2 * ((1 + rate) / 2) ** 25 if isinstance(adjoint, Reversible) else after_solve(TIGHT.tol, 1 / (1 - rate))
     assert_close(torch.tanh(0.4 * value @ weight.T + x), value, left)
@@ -276,7 +277,7 @@ def test_checkpoints_of_the_block_and_in_the_cell(adjoint, where):
 @pytest.mark.parametrize("adjoint", [*ADJOINTS, Unrolled(60, checkpoint=True)], ids=str)
 def test_functional_call(adjoint, parametrization):
     """What is computed once is made of the weights given, which are the cell's in the backward pass too."""
-    block, x = DEQBlock(Cell(parametrization), TIGHT, adjoint), inputs()
+    block, x = DEQBlock(Cell(parametrization), TIGHT, adjoint, warn=False), inputs()
     weights = {name: (2 * p.detach()).requires_grad_() for name, p in block.named_parameters()}
     found = torch.autograd.grad(torch.func.functional_call(block, weights, (x,)).sum(), list(weights.values()))
     with torch.no_grad():
@@ -311,7 +312,8 @@ def test_kernels_of_the_cells(kernel):
     ):
         block = DEQBlock(cell, solver, Implicit(), kernel=kernel)
         once, cached = gradients(block, x.requires_grad_()), gradients(block, x, parametrize.cached)
-        assert all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(once, cached, strict=True))
+        assert_close(once, cached, after_solve(solver.tol, derivatives=1))
+        assert all(bool(gradient.any()) for gradient in once)
 
 
 def test_cuda_graphs_refuse_weights_cached_by_others():

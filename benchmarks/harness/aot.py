@@ -1,6 +1,6 @@
 """Compile the Triton kernels ahead of time, without a GPU, and tabulate the resources of their code.
 
-    PYTHONPATH=benchmarks python -m harness.aot [--arch {80,86,90}] [--json FILE]
+    PYTHONPATH=benchmarks python -m harness.aot [--arch {80,86,90}] [--kernels NAME ...] [--json FILE]
 
 There is one row per kernel, dtypes, window and architecture: registers, stack (which shows spills), shared memory;
 barriers and 16-byte global loads in PTX. Every case has a row of sm_90, and alternately one of sm_80 or sm_86. The exit
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -181,10 +182,10 @@ def fits(case: Case, arch: int) -> bool:
     return case.size <= config.fc_features(DTYPES[case.history], SHARED_LIMIT[arch])
 
 
-def jobs(only: int | None = None) -> list[tuple[Case, int]]:
+def jobs(only: int | None = None, kernels: Collection[str] = ()) -> list[tuple[Case, int]]:
     """Compilations: every case for sm_90; for the twins, the cases of each kernel alternately.
 
-    only: restricts them to this architecture.
+    only: restricts them to this architecture; kernels: restricts them to these, if any.
     """
     turns: Counter[str] = Counter()
     chosen = []
@@ -192,7 +193,7 @@ def jobs(only: int | None = None) -> list[tuple[Case, int]]:
         twin = TWINS[turns[case.kernel] % 2]
         turns[case.kernel] += 1
         chosen += [(case, 90), (case, twin if fits(case, twin) else 80)]
-    return [(case, arch) for case, arch in chosen if only in (None, arch)]
+    return [(case, arch) for case, arch in chosen if only in (None, arch) and (not kernels or case.kernel in kernels)]
 
 
 def specialise_collapse(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
@@ -357,12 +358,16 @@ def format_table(rows: list[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=sorted(SHARED_LIMIT), help="only this architecture's rows")
+    names = sorted({case.kernel for case in table()})
+    parser.add_argument(
+        "--kernels", nargs="+", choices=names, metavar="NAME", default=(), help=f"of {', '.join(names)}"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        rows = list(pool.map(compile_job, jobs(options.arch)))
+        rows = list(pool.map(compile_job, jobs(options.arch, options.kernels)))
     print(f"triton {triton.__version__}\n{format_table(rows)}")
     if options.json:
         options.json.write_text(json.dumps([{**asdict(row), "faults": row.faults()} for row in rows], indent=1))

@@ -24,10 +24,10 @@ from .gate import Rows
 MEASURED = ("registers", "stack", "shared", "barriers")  # counters, each for an architecture: "registers sm_90"
 
 
-def ahead_of_time() -> list[dict[str, Any]]:
-    """Rows of ``harness.aot``, from a separate process: interpreter and compiler exclude each other.
+def ahead_of_time(*options: str) -> list[dict[str, Any]]:
+    """Rows of ``harness.aot`` with `options`, from a separate process: interpreter and compiler exclude each other.
 
-    Takes two minutes, or 10 s from cache.
+    Without options it takes two minutes, or 10 s from cache.
     """
     if cuobjdump.CUOBJDUMP is None:
         raise Unavailable("no triton, or one without cuobjdump")
@@ -35,7 +35,7 @@ def ahead_of_time() -> list[dict[str, Any]]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "harness.aot", "--json", str(target)]
+        command = [sys.executable, "-m", "harness.aot", "--json", str(target), *options]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not target.exists():  # it also fails if a row has faults
             raise RuntimeError(f"aot compiled nothing: {result.stderr[-2000:]}")

@@ -5,7 +5,6 @@ In a trace, code must not read values or addresses, or change modes.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import sys
@@ -81,10 +80,17 @@ def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
     return _disabled()(f, *arguments) if hides else f(*arguments)
 
 
-@functools.cache
+_made: list[Callable[..., Any]] = []
+
+
 def _disabled() -> Callable[..., Any]:
-    """Function that calls another one untraced. Made once: making it takes longer than a step of a small solve."""
-    return torch.compiler.disable(lambda f, *arguments: f(*arguments))
+    """Function that calls another one untraced. Made once: making it takes longer than a step of a small solve.
+
+    It is kept in a list. Dynamo would warn of functools.cache, which it ignores.
+    """
+    if not _made:
+        _made.append(torch.compiler.disable(lambda f, *arguments: f(*arguments)))
+    return _made[0]
 
 
 def is_given_up() -> bool:

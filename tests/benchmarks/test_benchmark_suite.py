@@ -101,6 +101,7 @@ def measured(case, copy, providers=("cpp",)):
     return suite.measure(case, providers, "cpu", copy, **QUICK)[0]
 
 
+@pytest.mark.filterwarnings("ignore:deqfast. in ")  # cells so small need not contract
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
     outcomes, contenders = suite.measure(case, case.providers_on("cpu"), "cpu", copy, **QUICK)

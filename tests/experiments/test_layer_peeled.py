@@ -65,7 +65,7 @@ def test_gradient_through_the_deq_is_that_of_a_linear_solve():
 
 def test_unsolved_deq_is_an_error(monkeypatch):
     which = problem("deq", "backbone", e_h=0.9)
-    which.block.solver = deqfast.Broyden(rtol=1e-13, max_iter=2)
+    which.block.solver, which.block.warn = deqfast.Broyden(rtol=1e-13, max_iter=2), False
     with pytest.raises(StudyError, match="--e-h 0.9"):
         which.loss(which.start(0))
 

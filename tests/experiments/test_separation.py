@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import separation
@@ -352,6 +353,7 @@ def test_what_is_committed_is_what_the_records_say():
         records = {job.unit: job.record.result for job in frame.jobs_of(folder, experiment, "full")}
         section = experiment.section(experiment.sizes["full"], records)
         claims |= {claim.claim: claim.verdict for claim in section.claims}
+        plt.close("all")  # which a report does when it saves them
     assert len(claims) > 20 and claims.items() <= reported.items()
 
 

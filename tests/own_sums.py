@@ -1,0 +1,22 @@
+"""Layers of torch's own sums, for tests of equal bits: see ``deqfast.testing.product``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deqfast import FCCell
+from deqfast.testing import product
+
+
+class Linear(nn.Linear):
+    def forward(self, z: Tensor) -> Tensor:
+        y = product(z, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class LoopedFCCell(FCCell):
+    """Takes the ordinary loop under every solver."""
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(product(z, self.weight) + product(x, self.injection.weight) + self.injection.bias)
