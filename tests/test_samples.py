@@ -21,7 +21,7 @@ from deqfast import (
     diagnose,
 )
 from deqfast.state.rows import mark_samples
-from deqfast.testing import GRADIENT, after_solve, assert_close, rounding
+from deqfast.testing import GRADIENT, after_solve, assert_close, product, rounding
 
 B = 5
 
@@ -82,8 +82,9 @@ def gradients(batch, adjoint, transform=False):
     argument[1] = -1.0
 
     def cell(z, x):
-        read = torch.softmax(z @ x["memory"], dim=1) @ x["memory"].T
-        return 0.5 * torch.tanh(z @ x["weight"] * x["gate"] + read + x["bias"]) + 0.1 * x["bias"] * x["argument"].log()
+        read = product(torch.softmax(product(z, x["memory"].T), dim=1), x["memory"])
+        inner = product(z, x["weight"].T) * x["gate"] + read + x["bias"]
+        return 0.5 * torch.tanh(inner) + 0.1 * x["bias"] * x["argument"].log()
 
     block = DEQBlock(cell, Broyden(1e-13, 60), adjoint, warn=False, init=lambda x: torch.zeros_like(x["gate"]))
 
