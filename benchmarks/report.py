@@ -244,8 +244,8 @@ def models(results: Results) -> Table:
             worst = max(values(runs, LAYER, f"{value}_error"))
             difference[value] = scientific(worst) if worst else "0"
         both = {
-            column: " / ".join(middle(runs, provider, column) for provider in (PEER, LAYER))
-            for column in ("evaluations", "residual")
+            column: " / ".join(form(median(values(runs, provider, column))) for provider in (PEER, LAYER))
+            for column, form in (("evaluations", "{:g}".format), ("residual", scientific))
         }
         times = {title: centred(ratios(runs, column), digits) for title, column in MODEL_TIMES.items()}
         lines.append({"model": name, "solver and gradient": about["solver"], **difference, **both, **times})

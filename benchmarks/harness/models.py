@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -127,6 +127,9 @@ def imported(folder: Path, file: str, provider: str) -> Module:
     stands: dict[str, Any] = {name: MagicMock() for name in UNUSED}
     stands |= in_place_of_torchdeq() if provider == OURS else {}
     own = {path.stem for path in folder.iterdir()}
+    for part in (part for part in folder.iterdir() if part.is_dir() and not (part / "__init__.py").is_file()):
+        stands[part.name] = ModuleType(part.name)  # else a package of that name elsewhere would be found first
+        stands[part.name].__path__ = [str(part)]
 
     def hidden() -> list[str]:
         return [name for name in sys.modules if name in stands or name.partition(".")[0] in own]
