@@ -12,7 +12,7 @@ from harness.models import OURS, PEER
 from torch.nn import functional
 
 from deqfast import compat
-from deqfast.testing import GRADIENT
+from deqfast.testing import after_solve
 
 torchdeq = pytest.importorskip("torchdeq")
 TOY = """
@@ -83,7 +83,7 @@ def test_rows_have_evaluations_residuals_and_differences(clone):
     solve = theirs["evaluations"] - 3  # the gradient takes three
     assert 3 < solve <= 30 and abs(theirs["evaluations"] - ours["evaluations"]) <= 1
     assert theirs["residual"] < 1e-9 and ours["residual"] < 1e-9
-    assert ours["loss_error"] <= GRADIENT and 0 <= ours["gradient_error"] <= GRADIENT
+    assert ours["loss_error"] <= after_solve(1e-10) and ours["gradient_error"] <= after_solve(1e-10, derivatives=1)
     assert min(theirs["ms"], ours["ms"], theirs["forward_ms"], ours["forward_ms"]) > 0 and ours["rounds"] == 2
     assert ours["source"] == f"me/toy@{models.COMMITS['me/toy']}" and torch.get_default_dtype() == torch.float32
     folder = clone / "zoo"
@@ -92,7 +92,7 @@ def test_rows_have_evaluations_residuals_and_differences(clone):
         twice = [models.watched_step(one) for _ in range(2)]
         assert models.watched_step(other)["evaluations"] < twice[0]["evaluations"]
     assert torch.equal(twice[0]["gradient"], twice[1]["gradient"])  # which does not accumulate
-    assert twice[0]["evaluations"] == twice[1]["evaluations"]  # the first one's hooks are gone
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in one.model.modules())
 
 
 def test_without_its_clone_a_model_is_skipped_with_the_commands_that_make_it(clone):
