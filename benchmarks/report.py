@@ -55,7 +55,7 @@ Runs = dict[str, list[Row]]  # provider -> its row of every run
 ROOT = Path(__file__).resolve().parent.parent
 OURS, PEER, LAYER = "cpp", "torchdeq", "get_deq"
 MODEL_TIMES = {"forward": "forward_ms", "training": "ms"}  # heading -> column of a published model's row
-MARGIN = 0.05  # of a time: less is no gain
+MARGIN = 0.05  # a smaller share of a time does not count
 NAMES = ("Picard", "Anderson, m = 6", "Anderson, m = 6, bf16 history", "Broyden, n = 20")
 SOLVERS = dict(zip(ITERATED, NAMES, strict=True))  # in the block of README
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # suffix of the names of the suite's problems: the scale of their injection

@@ -1,4 +1,4 @@
-"""Published models with torchdeq's layer and with that of ``deqfast.compat``: differences, evaluations, times.
+"""Published models with the layer of torchdeq and of ``deqfast.compat``: differences, evaluations, times.
 
     OMP_NUM_THREADS=1 pytest benchmarks -m models --models-root FOLDER --record FILE
 

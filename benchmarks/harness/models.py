@@ -1,4 +1,4 @@
-"""Published models from clones of their repositories, with the layer of torchdeq and with that of ``deqfast.compat``.
+"""Published models from clones of their repositories, with the layer of torchdeq or of ``deqfast.compat``.
 
 Nothing of the models is copied here. A row imports the model's file from its clone and builds it twice from one seed.
 Only the names that the file imports from torchdeq differ. Models are untrained, and data random.
