@@ -37,6 +37,14 @@ def pytest_addoption(parser):
     study = parser.getgroup("study", "Cell of the study (test_time_to_residual.py)")
     study.addoption("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
     study.addoption("--data-root", type=Path, help="folder of the CIFAR files that the run saw")
+    models = parser.getgroup("models", "Published models (test_models.py): six minutes with -m models")
+    models.addoption(
+        "--models-root",
+        type=Path,
+        metavar="FOLDER",
+        default=os.environ.get("DEQFAST_MODELS"),
+        help="folder of the clones of the models (default: the variable DEQFAST_MODELS)",
+    )
     gate = parser.getgroup("gate", "Counters compared with committed baselines (test_counters.py): two minutes")
     gate.addoption("--gate", action="store_true", help="judge counters instead of measuring the suite")
     gate.addoption("--update-baseline", action="store_true", help="write what --gate counts to benchmarks/baselines")
@@ -45,9 +53,12 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: measured only with --full")
     config.addinivalue_line("markers", "gate: judged by --gate, which selects no other test")
+    config.addinivalue_line("markers", "models: published models, from clones of their repositories")
     for section in dict.fromkeys(case.section for case in CASES):
         config.addinivalue_line("markers", f"{section}: a section of the suite")
-    path, device = config.getoption("--record"), config.getoption("--device")
+    path, device, root = (config.getoption(name) for name in ("--record", "--device", "--models-root"))
+    if root is not None and not root.is_dir():
+        raise pytest.UsageError(f"--models-root: {root} is not a folder")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
     if path is not None and config.getoption("numprocesses", None):

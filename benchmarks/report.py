@@ -38,6 +38,7 @@ from harness.tables import (
     Table,
     digits,
     duration,
+    scientific,
     slug,
     span,
     summary,
@@ -52,7 +53,9 @@ from deqfast.testing.records import write_bytes
 
 Runs = dict[str, list[Row]]  # provider -> its row of every run
 ROOT = Path(__file__).resolve().parent.parent
-OURS, PEER = "cpp", "torchdeq"
+OURS, PEER, LAYER = "cpp", "torchdeq", "get_deq"
+MODEL_TIMES = {"forward": "forward_ms", "training": "ms"}  # heading -> column of a published model's row
+MARGIN = 0.05  # a smaller share of a time does not count
 NAMES = ("Picard", "Anderson, m = 6", "Anderson, m = 6, bf16 history", "Broyden, n = 20")
 SOLVERS = dict(zip(ITERATED, NAMES, strict=True))  # in the block of README
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # suffix of the names of the suite's problems: the scale of their injection
@@ -149,6 +152,12 @@ def values(runs: Runs, provider: str, column: str) -> list[float]:
     return [row[column] for row in runs.get(provider, []) if row.get(column) is not None]
 
 
+def centred(found: Sequence[float], form: Form = times) -> str:
+    """Median, with the least and the largest in brackets if their texts differ: "20.0× (18.6 to 22.4×)"."""
+    ends = span(found, form)
+    return f"{form(median(found))} ({ends})" if " to " in ends else ends
+
+
 def middle(runs: Runs, provider: str, column: str) -> str:
     """Median of the runs; "" without any."""
     found = values(runs, provider, column)
@@ -221,6 +230,54 @@ def textbook(results: Results) -> Table:
     return Table("Textbook", lines)
 
 
+def ratios(runs: Runs, column: str) -> list[float]:
+    """Time of a published model with the layer of ``deqfast.compat`` over its time with torchdeq, in every run."""
+    return [own[column] / peer[column] for own, peer in zip(runs[LAYER], runs[PEER], strict=True)]
+
+
+def models(results: Results) -> Table:
+    """A line for each published model: differences of the values, counts, and times relative to torchdeq."""
+    lines = []
+    for name, runs in results.cases("models").items():
+        (about, *_), difference = runs[LAYER], {}
+        for value in ("loss", "gradient"):
+            worst = max(values(runs, LAYER, f"{value}_error"))
+            difference[value] = scientific(worst) if worst else "0"
+        both = {
+            column: " / ".join(form(median(values(runs, provider, column))) for provider in (PEER, LAYER))
+            for column, form in (("evaluations", "{:g}".format), ("residual", scientific))
+        }
+        times = {title: centred(ratios(runs, column), digits) for title, column in MODEL_TIMES.items()}
+        lines.append({"model": name, "solver and gradient": about["solver"], **difference, **both, **times})
+    return Table("Models", lines)
+
+
+def of_models(results: Results) -> dict[str, str]:
+    """Median of the ratios of all published models and of the whole ones, and how many of them gain.
+
+    A model gains if its training step is shorter by ``MARGIN`` in every run, and loses if it is longer by that.
+    """
+    every = [*results.cases("models").values()]
+    found = {}
+    for kind, cases in {"all": every, "whole": [runs for runs in every if runs[LAYER][0]["whole"]]}.items():
+        for title, column in MODEL_TIMES.items():
+            found[f"models.{kind}.{title}"] = digits(median(median(ratios(runs, column)) for runs in cases))
+        training = [ratios(runs, "ms") for runs in cases]
+        gaining = [median(ratio) for ratio in training if max(ratio) <= 1 - MARGIN]
+        losing = sum(min(ratio) >= 1 + MARGIN for ratio in training)
+        found[f"models.{kind}.gain"] = f"{len(gaining)} of {len(cases)}"
+        found[f"models.{kind}.lose"] = f"{losing} of {len(cases)}"
+        found[f"models.{kind}.gaining"] = span(gaining, digits)
+    return found
+
+
+def clones(results: Results) -> str:
+    """Commits of the models' repositories."""
+    sources = dict.fromkeys(row["source"] for runs in results.cases("models").values() for row in runs[LAYER])
+    told = [f"{name} {commit[:7]}" for name, _, commit in (source.partition("@") for source in sources)]
+    return f"Repositories: {', '.join(told)}."
+
+
 def layers(results: Results) -> Table:
     """The training step of whole layers on a CPU, and the gain over torchdeq on each kind of GPU.
 
@@ -267,8 +324,7 @@ def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
     """Line of a case; `time`: the column of its rows that is shown, as the median of several runs."""
 
     def gain(peer: str) -> str:
-        found = [row["gains"][peer] for row in runs.get(OURS, []) if peer in row.get("gains", {})]
-        return f"{times(median(found))} ({span(found)})" if " to " in span(found) else span(found)
+        return centred([row["gains"][peer] for row in runs.get(OURS, []) if peer in row.get("gains", {})])
 
     own, theirs = (values(runs, provider, "peak_bytes") for provider in (OURS, PEER))
     residuals = [middle(runs, provider, "residual") for provider in (OURS, PEER)]
@@ -384,7 +440,7 @@ def sources(results: Results) -> Table:
 
 def tables(results: Results) -> list[Table]:
     found = [targets(results), *suite(results), rivals(results), textbook(results), *races(results), steps(results)]
-    return [*found, sources(results), *on_gpus(results)]
+    return [*found, models(results), sources(results), *on_gpus(results)]
 
 
 def options(results: Results) -> Table:
@@ -433,6 +489,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
         "solvers in short": [*solves.lines(few, SOLVERS), "", results.origin("solves")],
         "layers in short": [*layers(results).lines(names=LAYERS), "", results.origin("training"), *trained_on(results)],
         "residual and machine": [*residual.lines(), "", results.origin("residual")],
+        "models and machine": [*models(results).lines(), "", results.origin("models"), clones(results)],
         "gradients": gradients(results).lines(),
         "options": [*headed(options(results)).lines(COUNTED, OPTIONS), "", results.origin("options")],
         "digits": headed(options(results)).lines(LEARNED, DIGITS),
@@ -451,6 +508,7 @@ def facts(results: Results) -> dict[str, str]:
     found = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
     found |= {"layers.all.over-the-cell-once": costs(results), **layers_in_float32(results)}
     found |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
+    found |= of_models(results)
     counts = Counter(row["state"].partition(" in ")[0] for row in targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
     return found | {"targets.all": str(counts.total())}
@@ -466,7 +524,7 @@ def calls(results: Results) -> dict[str, str]:
     """Time per call of the layer of ``get_deq`` relative to torchdeq, least to largest, by solver."""
     shares: dict[str, list[float]] = {}
     for name, runs in results.cases("calls").items():
-        shares.setdefault(name.partition("-")[0], []).extend(1 / row["gains"][PEER] for row in runs["get_deq"])
+        shares.setdefault(name.partition("-")[0], []).extend(1 / row["gains"][PEER] for row in runs[LAYER])
     return {method: span(found, digits) for method, found in shares.items()}
 
 

@@ -21,6 +21,7 @@ sample_evaluations   samples that f was called with; backward_evaluations: produ
 accuracy, radius     of a trained layer: share of correct digits, spectral radius; accuracy_of_few: at three evaluations
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 missed, false        of the `samples` of a case of benchmarks/classical.py, with their `status`: see harness/contest.py
+forward_ms ...       of section "models": see harness/models.py
 flop, nc_share ...   of section "training step": see harness/study_step.py
 skipped, fault       why the row has no time
 ===================  ==================================================================================================

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import report
-from harness import shown, tables
+from harness import shown, tables, zoo
 from harness.targets import GPU_TARGETS, TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +147,7 @@ def test_the_committed_page_is_what_the_committed_records_give():
         ("options", shown.OPTIONS),
         ("digits", shown.DIGITS),
         ("gpu in short", shown.ON_A_GPU),
+        ("models and machine", {model.name: model.name for model in zoo.ROWS}),
     ],
 )
 def test_the_tables_of_the_pages_show_every_row_that_is_named(block, rows):

@@ -1,0 +1,149 @@
+"""The section of published models: which layer a file gets, what a row says, and when a model counts as faster."""
+
+import subprocess
+import sys
+
+import pytest
+import report
+import torch
+from harness import models
+from harness.entry import Skipped
+from harness.models import OURS, PEER
+from torch.nn import functional
+
+from deqfast import compat
+from deqfast.testing import after_solve
+
+torchdeq = pytest.importorskip("torchdeq")
+TOY = """
+import termcolor, torch
+from torchdeq import get_deq
+from torchdeq.norm import apply_norm
+from parts.half import half
+from utils import quarter
+
+class Toy(torch.nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.mix, self.deq = torch.nn.Linear(3, 3), get_deq(args)
+
+    def forward(self, x):
+        return self.deq(lambda z: torch.relu(half(self.mix(z)) + x), torch.zeros_like(x))[0][-1]
+"""
+FLAGS = "--f_solver {} --f_max_iter 30 --f_tol 1e-10 --f_stop_mode rel --grad 3"
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """Clone of a repository with a model, at the commit that is asked for."""
+    folder = tmp_path / "me+toy"
+    (folder / "zoo" / "parts").mkdir(parents=True)
+    (folder / "zoo" / "toy.py").write_text(TOY)
+    (folder / "zoo" / "utils.py").write_text("def quarter(z):\n    return z / 4\n")
+    (folder / "zoo" / "parts" / "half.py").write_text(
+        "from utils import quarter\n\ndef half(z):\n    return 2 * quarter(z)\n"
+    )
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "-m", "all"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
+    monkeypatch.setitem(models.COMMITS, "me/toy", commit.stdout.strip())
+    return folder
+
+
+def build(file, args):
+    x, model = torch.cat([torch.rand(1, 3), -torch.ones(1, 3)]), file.Toy(args)  # the second state is zero
+    return models.Built(model, lambda: model(x), lambda z: functional.mse_loss(z, torch.ones_like(z)))
+
+
+def toy(solver="fixed_point_iter"):
+    return models.Model("toy", "Picard", "me/toy", "zoo", "toy", FLAGS.format(solver), build)
+
+
+def test_a_file_gets_the_layer_of_each_provider_and_no_module_stays(clone, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "utils", torch)  # another project's module of that name
+    (tmp_path / "parts").mkdir()  # and its package, which has an __init__.py
+    (tmp_path / "parts" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = dict(sys.modules)
+    theirs, ours = (models.imported(clone / "zoo", "toy", provider) for provider in (PEER, OURS))
+    assert (theirs.get_deq, ours.get_deq) == (torchdeq.get_deq, compat.get_deq)
+    assert theirs.apply_norm is ours.apply_norm is torchdeq.apply_norm
+    assert theirs.half is not ours.half and theirs.half(4) == 2
+    assert dict(sys.modules) == before and not list(clone.rglob("__pycache__"))
+    (clone / "zoo" / "toy.py").write_text("import utils, no_such_module")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        models.imported(clone / "zoo", "toy", OURS)
+    assert dict(sys.modules) == before and torchdeq.__name__ == "torchdeq"
+
+
+def test_rows_have_evaluations_residuals_and_differences(clone):
+    theirs, ours = models.measure(toy(), clone.parent, rounds=2, seconds=0.1)
+    assert (theirs["provider"], ours["provider"]) == (PEER, OURS) and theirs["case"] == ours["case"] == "toy"
+    solve = theirs["evaluations"] - 3  # the gradient takes three
+    assert 3 < solve <= 30 and abs(theirs["evaluations"] - ours["evaluations"]) <= 1
+    assert 0 < theirs["residual"] < 1e-9 and 0 < ours["residual"] < 1e-9
+    assert ours["loss_error"] <= after_solve(1e-10) and ours["gradient_error"] <= after_solve(1e-10, derivatives=1)
+    assert min(theirs["ms"], ours["ms"], theirs["forward_ms"], ours["forward_ms"]) > 0 and ours["rounds"] == 2
+    assert ours["source"] == f"me/toy@{models.COMMITS['me/toy']}" and torch.get_default_dtype() == torch.float32
+    folder = clone / "zoo"
+    with models.on_the_cpu(torch.float64):
+        one, other = (models.built(toy(solver), folder, OURS) for solver in ("fixed_point_iter", "broyden"))
+        twice = [models.watched_step(one) for _ in range(2)]
+        assert models.watched_step(other)["evaluations"] < twice[0]["evaluations"]
+    assert torch.equal(twice[0]["gradient"], twice[1]["gradient"])  # which does not accumulate
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in one.model.modules())
+
+
+def test_without_its_clone_a_model_is_skipped_with_the_commands_that_make_it(clone):
+    commit = models.COMMITS["me/toy"]
+    checkout = f"git -C {clone} checkout {commit}"
+    assert models.clone_of("me/toy", clone.parent) == clone
+    with pytest.raises(Skipped) as reason:
+        models.clone_of("me/toy", None)
+    assert "git clone https://github.com/me/toy FOLDER/me+toy && git -C FOLDER/me+toy checkout" in str(reason.value)
+    (clone / "zoo" / "toy.py").write_text("")
+    with pytest.raises(Skipped, match=r"has changes: M zoo/toy.py"):
+        models.clone_of("me/toy", clone.parent)
+    models.COMMITS["me/toy"] = "0" * 40
+    with pytest.raises(Skipped) as reason:
+        models.clone_of("me/toy", clone.parent)
+    assert f"is at commit {commit}: {checkout.replace(commit, '0' * 40)}" in str(reason.value)
+
+
+def results(**shares):
+    """Two runs of models; shares: of torchdeq's time that ours takes in each run."""
+    records = []
+    for run in range(2):
+        rows = []
+        for name, times in shares.items():
+            told = {
+                "section": "models",
+                "case": name,
+                "solver": "s",
+                "whole": name == "big",
+                "source": "me/toy@0123456789",
+            }
+            told |= {"evaluations": 5, "residual": 1e-3}
+            rows.append(told | {"provider": PEER, "ms": 2.0, "forward_ms": 1.0})
+            own = {"provider": OURS, "ms": 2.0 * times[run], "forward_ms": 0.5, "loss_error": 0.0}
+            rows.append(told | own | {"gradient_error": 1e-8 * (run + 1), "evaluations": 4})
+        machine = {"gpu": None, "threads": 1}
+        records.append(report.Record(None, machine, "measure", "2026-01-02", None, rows))
+    return report.Results(records)
+
+
+def test_a_model_gains_only_if_every_run_does():
+    found = report.of_models(results(big=(0.5, 0.7), once=(0.9, 1.0), slow=(1.06, 1.2), slower=(1.01, 1.3)))
+    assert found["models.all.gain"] == found["models.all.lose"] == "1 of 4"
+    assert found["models.whole.gain"] == "1 of 1" and found["models.all.gaining"] == "0.600"
+    assert found["models.all.training"] == "1.04" and found["models.whole.training"] == "0.600"
+    assert found["models.all.forward"] == "0.500"
+
+
+def test_the_table_of_models_has_the_worst_difference_and_the_middle_of_the_times():
+    (line,) = report.models(results(big=(0.5, 0.7))).rows
+    assert (line["loss"], line["gradient"]) == ("0", "2.0e-8")
+    assert (line["evaluations"], line["residual"]) == ("5 / 4", "1.0e-3 / 1.0e-3")
+    assert (line["forward"], line["training"]) == ("0.500", "0.600 (0.500 to 0.700)")
+    assert report.clones(results(big=(0.5, 0.7))) == "Repositories: me/toy 0123456."
