@@ -7,7 +7,7 @@ import torch
 
 import deqfast
 from deqfast import Auto, Broyden, DEQBlock, Implicit, Status
-from deqfast.testing import GRADIENT, PROBLEMS, assert_close, assert_same_solution
+from deqfast.testing import GRADIENT, PROBLEMS, after_solve, assert_close
 
 FIELDS = ("value", "status", "iterations", "residual_rel", "residual_abs")
 
@@ -26,7 +26,9 @@ def test_what_broyden_solves_is_the_same(name):
     problem = PROBLEMS[name](batch=7, dim=4 if name == "sawtooth" else 9)
     expected = deqfast.solve(problem.f, problem.z0, Broyden(rtol=1e-5, max_iter=60))
     assert bool(expected.converged.all())
-    assert_same_solution(deqfast.solve(problem.f, problem.z0, Auto(rtol=1e-5, max_iter=60)), expected)
+    found = deqfast.solve(problem.f, problem.z0, Auto(rtol=1e-5, max_iter=60))
+    assert torch.equal(found.status, expected.status) and found.evaluations == expected.evaluations
+    assert_close(found.value, expected.value, after_solve(1e-5, problem.amplification))
 
 
 @pytest.mark.parametrize(
