@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +19,7 @@ from .state.norms import sample_norms
 from .state.packing import Packing, evaluate
 from .torch_internals import pytree
 from .torch_internals.autograd import detached, requiring_grad
-from .torch_internals.weights import hold_weights, is_cached, modules_of
+from .torch_internals.weights import hold_weights, is_cached, modules_of, undone
 
 HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
 
@@ -53,7 +51,10 @@ class Changes:
             return
         wanted = requiring_grad(plan.x) if plan.context == "eager" and torch.is_grad_enabled() else []
         if is_swapped(plan.cell):
-            warn("deqfast: the cell takes (x, z), but a block calls cell(z, x): swap its first two parameters")
+            warn(
+                "deqfast: the cell's first parameters are called x and z, but a block calls cell(z, x): swap or "
+                "rename them"
+            )
         elif wanted and not leads_to(pytree.tree_leaves(value), wanted):
             warn(
                 "deqfast: no gradient leads from the cell's value to x, which requires one: use the cell's second "
@@ -119,19 +120,3 @@ def difference(plan: Plan) -> float | None:
     values, states = ({t.dtype for t in tensors} for tensors in (once, leaves))
     floor = residual_floor(values, states, packing.device, float32_products_eps(packing.device))
     return gap if gap > floor else 0.0
-
-
-@contextmanager
-def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Context that restores the modules' buffers, and torch's random state on the CPU and this device."""
-    buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
-    buffers = [found for found in buffers if found[2].device.type != "meta"]  # offloaded: its hooks load a copy
-    before = [buffer.clone() for *_, buffer in buffers]
-    try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            yield
-    finally:
-        for (module, name, buffer), value in zip(buffers, before, strict=True):
-            setattr(module, name, buffer)  # the cell may have replaced it
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)

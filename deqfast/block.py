@@ -83,7 +83,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             None: sparse tensors, scalars and parameters have none, and the only other tensor of x has them. If there
             are several, `drop_converged` raises an error. For the gradient, each with as many rows as z is tried in the
             cell after a sample broke down: it has rows of samples if replacing them leaves the other samples' values as
-            they are. Only on a GPU the gradient then waits for the device, to know whether a sample broke down.
+            they are. On a GPU the gradient then waits for the device, to know whether a sample broke down.
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.

@@ -13,6 +13,7 @@ from .solution import Solution, Status
 from .solve import solve
 from .solvers import Anderson, Solver, as_solver
 from .state.norms import lengths
+from .state.packing import Packing
 from .state.rows import per_row
 from .torch_internals.autograd import vjp
 
@@ -97,8 +98,8 @@ def find_fixed_points(
     finds slow points.
 
     At a point near 0 no relative tolerance can be met. So 0 itself is a point if f(0) is exactly 0 and a start leads
-    there. A start leads to 0 if it comes nearer than the relative tolerance times its length, or times the length of f
-    there if it is shorter.
+    there. A start leads to 0 if it comes nearer than a share of its length, or of the length of f there if it is
+    shorter. The share is the relative tolerance, at most 1e-8 in float64 and 1e-5 in float32.
 
     Args:
         f: map of (B, ...) to the same shape, which treats each sample by itself.
@@ -125,8 +126,8 @@ def find_fixed_points(
     if not (isinstance(starts, Tensor) and starts.dtype in (torch.float32, torch.float64) and starts.dim()):
         raise TypeError(f"starts must be a float32 or float64 tensor (B, ...), got {_described(starts)}")
     solver = Anderson(RTOL[starts.dtype], max_iter=1000) if solver is None else as_solver(solver)
-    near = _Nearness(f, starts, solver.rtol)
-    solution = near.at_zero(solve(f, starts, solver, kernel, stop_fn=near))
+    near = _Nearness(f, starts, min(solver.rtol, RTOL[starts.dtype]))
+    solution = near.at_zero(solve(f, starts, solver, kernel, stop_fn=near if near.is_fixed.any() else None))
     sizes = lengths(_rows(solution.value))
     chosen = _distinct(solution, solution.converged, distance * sizes)
     is_slow = ~solution.converged & (solution.residual_abs <= near.bound)
@@ -147,17 +148,21 @@ class _Nearness:
     """Stop rule that ends the samples that come to 0, if f(0) is 0.
 
     Attributes:
+        is_fixed: (B,) whether f(0) is exactly 0.
         scale: (B,) length of each sample's start or of f there, the shorter one. `rtol` times it is near.
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], starts: Tensor, rtol: float) -> None:
+        packing = Packing(starts)
+
+        def rows(z: Tensor) -> Tensor:
+            return _rows(packing.check_value(f(z))[0])
+
         with torch.no_grad():
-            self.is_fixed = bool(len(starts)) and not bool(f(torch.zeros_like(starts[:1])).any())  # NaN counts as any
-        self.rtol, self.scale = rtol, torch.zeros(len(starts), dtype=starts.dtype, device=starts.device)
+            self.is_fixed = ~rows(torch.zeros_like(starts)).any(dim=1)  # NaN counts as any
+            self.rtol, self.scale = rtol, torch.minimum(lengths(_rows(starts)), lengths(rows(starts.clone())))
 
     def __call__(self, z: Tensor, value: Tensor, k: int) -> Tensor:
-        if k == 1:
-            self.scale = torch.minimum(lengths(_rows(z)), lengths(_rows(value)))
         return (lengths(_rows(value)) <= self.bound) & self.is_fixed
 
     @property

@@ -92,27 +92,29 @@ def _check_options(function: str, options: dict[str, Any]) -> None:
 
 
 class _Stepped(nn.Module):
-    """u + sign g(size u, *args), whose fixed points are roots over their sizes, as a cell of x = (args, steps).
+    """u + sign g(size u, *args), whose fixed points are roots over their sizes, as a cell of x = (args, signs, sizes).
 
-    A step (N,) of each row is sign times size. The residual is |g|, whatever the size.
+    Signs and sizes (N,) are those of the rows' steps; sizes may be None, for 1. The residual is |g|, whatever the size.
     """
 
     def __init__(self, g: Callable[..., Any]) -> None:
         super().__init__()
         self.g = g
 
-    def forward(self, u: Any, x: tuple[tuple[Any, ...], Tensor]) -> Any:
-        args, steps = x
-        value = self.g(_times(steps.abs(), u), *args)
+    def forward(self, u: Any, x: tuple[tuple[Any, ...], Tensor, Tensor | None]) -> Any:
+        args, signs, sizes = x
+        value = self.g(_times(sizes, u), *args)
         states, values = pytree.tree_leaves(u), in_order_of(u, value)
         if [v.shape for v in values] != [u.shape for u in states]:
             return value  # the solve refuses this value; a sum would broadcast it
-        stepped = [u + per_row(steps.sign(), u).to(u.dtype) * v for u, v in zip(states, values, strict=True)]
+        stepped = [u + per_row(signs, u).to(u.dtype) * v for u, v in zip(states, values, strict=True)]
         return pytree.tree_unflatten(stepped, pytree.tree_structure(u))
 
 
-def _times(numbers: Tensor, tree: Any) -> Any:
-    """The tree with each row times its number (N,)."""
+def _times(numbers: Tensor | None, tree: Any) -> Any:
+    """The tree with each row times its number (N,), None for 1."""
+    if numbers is None:
+        return tree
     return pytree.tree_map(lambda leaf: leaf * per_row(numbers, leaf).to(leaf.dtype), tree)
 
 
@@ -130,7 +132,7 @@ def root(
 
     It is the fixed point of f(z) = z + s g(z), with a step s of each row. The right sign and size of s depend on g:
     plain iteration needs the sign for which a step reduces |g|, and a size near the inverse of g's slope. A factor of g
-    changes neither the iterates nor the evaluations for a tolerance with the same factor.
+    between 2^-60 and 2^60 changes neither iterates nor evaluations, for a tolerance with the same factor.
 
     The solver works on z / |s|, so that its residual is |g|. Its other tolerance, `rtol`, is relative to z / |s|.
 
@@ -177,14 +179,18 @@ def _solve_root(
 ) -> Any:
     packing = Packing(z0, options.get("groups"))
     rows = packing.leaves[0].shape[0]
-    steps = _tried(g, z0, args, packing) if sign is None else torch.full((rows,), float(sign), device=packing.device)
+    if sign is None:
+        steps = _tried(g, z0, args, packing)
+        signs, sizes = steps.sign(), steps.abs()
+    else:
+        signs, sizes = torch.full((rows,), float(sign), device=packing.device), None
     marks = (dropped_samples if options.get("drop_converged") else mark_samples)(args, rows, options.get("per_sample"))
     if None not in marks:  # else x, which has the steps too, is judged like args
-        options["per_sample"] = pytree.tree_unflatten(marks, pytree.tree_structure(args)), True
-    sizes = steps.abs()
-    if (stop_fn := options.get("stop_fn")) is not None:
+        options["per_sample"] = pytree.tree_unflatten(marks, pytree.tree_structure(args)), True, sizes is not None
+    if callable(stop_fn := options.get("stop_fn")):
         options["stop_fn"] = lambda u, value, k: stop_fn(_times(sizes, u), _times(sizes, value), k)
-    u, solution = _solve(_Stepped(g), _times(1 / sizes, z0), (args, steps), True, options)
+    start = z0 if sizes is None else _times(1 / sizes, z0)
+    u, solution = _solve(_Stepped(g), start, (args, signs, sizes), True, options)
     z = _times(sizes, u)
     return (z, replace(solution, value=_times(sizes, solution.value))) if return_solution else z
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_sums import product
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -30,7 +31,7 @@ from deqfast import (
     Unrolled,
 )
 from deqfast.adjoints import as_adjoint
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close, product, rounding
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close, rounding
 
 TIGHT = 1e-13
 ADJOINTS = {

@@ -7,7 +7,7 @@ import torch
 
 import deqfast
 from deqfast import Auto, Broyden, DEQBlock, Implicit, Status
-from deqfast.testing import GRADIENT, PROBLEMS, assert_close, assert_same_solution
+from deqfast.testing import GRADIENT, assert_close, assert_same_solution
 
 FIELDS = ("value", "status", "iterations", "residual_rel", "residual_abs")
 
@@ -21,12 +21,16 @@ def starts(samples=9):
     return torch.linspace(-2.5, 2.5, samples, dtype=torch.float64)[:, None].repeat(1, 3)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_what_broyden_solves_is_the_same(name):
-    problem = PROBLEMS[name](batch=7, dim=4 if name == "sawtooth" else 9)
-    expected = deqfast.solve(problem.f, problem.z0, Broyden(rtol=1e-5, max_iter=60))
+@pytest.mark.parametrize("wave", [torch.tanh, torch.sin, torch.cos])
+def test_what_broyden_solves_is_the_same(wave):
+    slopes = torch.linspace(-2.0, 0.9, 9)
+
+    def f(z):
+        return slopes * wave(z) + 1
+
+    expected = deqfast.solve(f, torch.zeros(7, 9), Broyden(rtol=1e-5, max_iter=60))
     assert bool(expected.converged.all())
-    assert_same_solution(deqfast.solve(problem.f, problem.z0, Auto(rtol=1e-5, max_iter=60)), expected)
+    assert_same_solution(deqfast.solve(f, torch.zeros(7, 9), Auto(rtol=1e-5, max_iter=60)), expected)
 
 
 @pytest.mark.parametrize(

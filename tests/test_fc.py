@@ -169,6 +169,16 @@ class TestLaunches:
         assert launches.names == ["fc_steps"] * max(-(-most // iterations), 1)
         assert all(map(same_bits, parts, whole))
 
+    @every_dtype
+    def test_a_large_batch_is_several(self, dtype, monkeypatch):
+        """Of 16, 16 and 5 samples: one evaluation of the whole batch would take too long."""
+        case = FCCase(size=9, batch=37, max_iter=6, rows=EVENTS[:36], warm=True, **DTYPES[dtype])
+        whole = torch.ops.deqfast.fc_fixed_point(*case.make(), *case.scalars())
+        monkeypatch.setattr(one_launch, "MAX_LAUNCH_PRODUCTS", 16 * (9 + 32) ** 2)
+        with Launches() as launches:
+            parts = one_launch._in_launches(*case.make(), *case.scalars())
+        assert len(launches.names) > 3 * 2 and all(map(same_bits, parts, whole))
+
     def test_a_usual_solve_is_one(self):
         with Launches() as launches:
             fc_fixed_point(torch.eye(512) / 2, torch.ones(128, 512), solver=Picard(max_iter=50))

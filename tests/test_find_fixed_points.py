@@ -166,3 +166,20 @@ def test_a_point_without_a_jacobian_is_not_called_stable():
     found = deqfast.find_fixed_points(lambda z: 0.5 * z.square().sqrt(), torch.rand(4, 1) + 1)
     assert not found.value.any() and found.eigenvalues.isnan().all()
     assert found.unstable_directions.tolist() == [1] and not bool(found.stable)
+
+
+def test_points_near_an_unstable_zero_are_found():
+    """0 repels, and the points at 0.001 are near it only by the measure of a loose solver."""
+    square = 1e-6
+    f = lambda z: z + 0.5 * z * (square - z * z) / (square + z * z)  # noqa: E731
+    starts = torch.tensor([[0.5], [-0.3], [0.2]])
+    found = deqfast.find_fixed_points(f, starts, deqfast.Picard(1e-3, 3000))
+    assert sorted(found.value.flatten().tolist()) == pytest.approx([-1e-3, 1e-3], rel=1e-2)
+
+
+def test_f_is_called_with_whole_batches_and_checked():
+    with pytest.raises(ValueError, match=r"f must return a tensor of shape \(6, 3\), got None"):
+        deqfast.find_fixed_points(lambda z: None, torch.ones(6, 3))
+    inputs = torch.linspace(0.1, 0.6, 6)[:, None]
+    found = deqfast.find_fixed_points(lambda z: 0.5 * z + inputs, torch.ones(6, 1), eigenvalues=False)
+    assert sorted(found.value.flatten().tolist()) == pytest.approx((2 * inputs).flatten().tolist(), rel=1e-3)

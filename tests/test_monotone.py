@@ -83,7 +83,7 @@ def test_norm_bound(features, factor):
 @pytest.mark.parametrize("adjoint", [Implicit(TIGHT), Unrolled(60)], ids=str)
 def test_gradients_against_finite_differences(splitting, alpha, adjoint):
     """In x, A, B, U and b; the default alpha moves with A and B."""
-    block = DEQBlock(MonotoneCell(2, 3, splitting, alpha=alpha, dtype=torch.float64), TIGHT, adjoint)
+    block = DEQBlock(MonotoneCell(2, 3, splitting, alpha=alpha, dtype=torch.float64), TIGHT, adjoint, warn=False)
     names, parameters = zip(*block.named_parameters(), strict=True)
     x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
 

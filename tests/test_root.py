@@ -181,3 +181,8 @@ def test_the_stop_rule_sees_z():
     assert_close(seen[-1][0], z, 1e-3)
     steps = (seen[0][1] - seen[0][0]) / (8 * cubic(z0, a))
     assert (steps < 0).all() and (steps > -1 / 8).all()
+
+
+def test_a_stop_fn_that_is_none():
+    with pytest.raises(TypeError, match="stop_fn must be callable, got 3"):
+        deqfast.root(lambda z: z - 1, torch.zeros(2, 1), stop_fn=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from own_sums import product
 
 import deqfast
 from deqfast import (
@@ -22,7 +23,7 @@ from deqfast import (
     fixed_point,
     regularize,
 )
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, lost, product, rounding
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, lost, rounding
 
 SOLVERS = [Picard(1e-5, 60), Anderson(1e-5, 40), Broyden(1e-5, 40)]
 MIX = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]

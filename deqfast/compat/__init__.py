@@ -38,7 +38,7 @@ class _Counterparts(MetaPathFinder, Loader):
     """Makes a submodule for each in torchdeq, with all its names, private ones too; deqfast's layers replace its."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not fullname.startswith(f"{__name__}."):
+        if not fullname.startswith(f"{__name__}.") or fullname.split(".")[2] not in _SUBMODULES:
             return None
         import_torchdeq(f"{fullname} belongs to torchdeq")
         found = find_spec(_in_torchdeq(fullname))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._changes import undone
 from ..cells.protocol import solving
 from ..execution.choose import choose
 from ..execution.plan import Plan
@@ -23,7 +22,7 @@ from ..state.rows import mark_samples, settled, take_rows
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached
 from ..torch_internals.dynamo import uncompiled
-from ..torch_internals.weights import hold_weights, modules_of
+from ..torch_internals.weights import hold_weights, modules_of, undone
 
 
 class Problem:

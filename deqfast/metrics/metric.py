@@ -153,9 +153,10 @@ class NeuralCollapse(Metric):
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the state of another metric; ValueError if it has another number of classes or of features."""
-        classes = getattr(incoming_state, "num_classes", self.num_classes)
-        if classes != self.num_classes:
-            raise ValueError(f"incoming_state has num_classes {classes}; it must be {self.num_classes}")
+        for name in ("num_classes", "num_features"):
+            own, given = (getattr(metric, name, None) for metric in (self, incoming_state))
+            if None not in (own, given) and own != given:
+                raise ValueError(f"incoming_state has {name} {given}; it must be {own}")
         with self._undone_on_error():
             super().merge_state(incoming_state)
             widths = {part.shape[1] for part in ([] if self.streaming else self.features)}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..solution import Solution, Status
 from ..torch_internals import pytree
 from ..torch_internals.transforms import values
+from ..torch_internals.weights import modules_of, undone
 from .groups import Groups
 
 Function = Callable[[Any, Any], Any]
@@ -128,27 +129,24 @@ def stand_in(leaf: Tensor, broken: Tensor) -> Tensor:
 def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tensor) -> list[Any]:
     """`marks` with a truth value, perhaps a tensor, for each None: whether the leaf has rows of samples.
 
-    It has if f keeps its values in all other rows when the leaf's `broken` rows (N,) are replaced. A weight would
-    change them. Changes below the square root of eps do not count: products may depend on where their operands lie in
-    memory. z must be finite.
+    It has if f stays finite in all other rows when the leaf's `broken` rows (N,) are NaN. A weight would make more rows
+    NaN. A leaf of integers has if f keeps its values there when these rows are replaced. z must be finite.
     """
     leaves, spec = pytree.tree_flatten(x)
+    modules, found = modules_of(f), list(marks)
 
-    def values_with(leaves: list[Any]) -> list[Tensor]:
-        with torch.random.fork_rng([broken.device] if broken.is_cuda else []):  # equal draws in all calls
-            return pytree.tree_leaves(f(z, pytree.tree_unflatten(leaves, spec)))
+    def rows_with(leaf: Tensor, i: int) -> list[Tensor]:
+        with undone(modules, broken.device):  # the cell may count its calls, or draw random numbers
+            values = f(z, pytree.tree_unflatten([*leaves[:i], leaf, *leaves[i + 1 :]], spec))
+        return [rows_of(value) for value in pytree.tree_leaves(values)]
 
-    def is_kept(a: Tensor, b: Tensor) -> Tensor:
-        if not b.numel():
-            return b.new_ones((), dtype=torch.bool)
-        change, size = (rows_of(a) - rows_of(b)).abs(), rows_of(b).abs().amax(dim=1, keepdim=True)
-        kept = (change <= torch.finfo(b.dtype).eps ** 0.5 * size) | (rows_of(a) == rows_of(b))
-        return (kept.all(dim=1) | broken).all()
-
-    found: list[Any] = list(marks)
-    expected = values_with(leaves)
-    for i, mark in enumerate(marks):
-        if mark is None:
-            changed = values_with([*leaves[:i], stand_in(leaves[i], broken), *leaves[i + 1 :]])
-            found[i] = torch.stack([is_kept(a, b) for a, b in zip(changed, expected, strict=True)]).all()
+    for i, leaf in enumerate(leaves):
+        if marks[i] is not None:
+            continue
+        if leaf.is_floating_point() or leaf.is_complex():
+            kept = [rows.isfinite() for rows in rows_with(leaf.masked_fill(per_row(broken, leaf), torch.nan), i)]
+        else:
+            pairs = zip(rows_with(stand_in(leaf, broken), i), rows_with(leaf, i), strict=True)
+            kept = [torch.isclose(*pair, rtol=torch.finfo(pair[0].dtype).eps ** 0.5) for pair in pairs]
+        found[i] = torch.stack([(rows.all(dim=1) | broken).all() for rows in kept]).all()
     return found

@@ -9,7 +9,6 @@ from .problems import (
     assert_solves,
     linear,
     non_normal,
-    product,
     sawtooth,
     tanh,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "linear",
     "lost",
     "non_normal",
-    "product",
     "relative_error",
     "rounding",
     "sawtooth",

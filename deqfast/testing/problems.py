@@ -17,11 +17,6 @@ from ..solvers import Anderson, Broyden, Picard, Solver
 from .tolerances import rounding
 
 
-def product(z: Tensor, weight: Tensor) -> Tensor:
-    """z @ weight.T by torch's own sums: the bits of a library's product may depend on where its operands lie."""
-    return (z[..., None, :] * weight).sum(-1)
-
-
 class Recorder:
     """f that records copies of its arguments and values."""
 
@@ -90,7 +85,7 @@ def _affine(weight: Tensor, bias: Tensor, dtype: torch.dtype, device: str) -> Fi
     w, b = weight.to(device, dtype), bias.to(device, dtype)
     inverse = torch.linalg.inv(torch.eye(len(weight), dtype=torch.float64) - w.cpu().double())
     return FixedPoint(
-        f=lambda z: product(z, w) + b,
+        f=lambda z: z @ w.T + b,
         z0=torch.zeros_like(b),
         solution=b.cpu().double() @ inverse.T,
         amplification=float(torch.linalg.matrix_norm(inverse, 2)),
@@ -131,7 +126,7 @@ def tanh(
         jacobian = identity - (1 - value**2)[:, :, None] * exact_w
         z = z + torch.linalg.solve(jacobian, value - z)
     amplification = 2 * float(torch.linalg.matrix_norm(torch.linalg.inv(jacobian), 2).max())  # 2: near, not at, z
-    return FixedPoint(lambda x: torch.tanh(product(x, w) + b), torch.zeros_like(b), z, amplification)
+    return FixedPoint(lambda x: torch.tanh(x @ w.T + b), torch.zeros_like(b), z, amplification)
 
 
 def sawtooth(
@@ -154,9 +149,7 @@ def sawtooth(
     # relu's slopes lie in [0, 1], so the inverse for |W| bounds all others.
     inverse = torch.linalg.inv(torch.eye(dim, dtype=torch.float64) - weight.abs())
     amplification = float(torch.linalg.matrix_norm(inverse, 2))
-    return FixedPoint(
-        lambda z: torch.relu(product(z, w) + b), torch.zeros_like(b), torch.stack(teeth, dim=1), amplification
-    )
+    return FixedPoint(lambda z: torch.relu(z @ w.T + b), torch.zeros_like(b), torch.stack(teeth, dim=1), amplification)
 
 
 # name -> problem; all take batch, dim, dtype, device and seed.

@@ -26,6 +26,7 @@ def is_plain(module: nn.Module) -> bool:
     """
     return (
         type(module).forward in _forwards
+        and type(module).__call__ is nn.Module.__call__
         and "forward" not in module.__dict__
         and not (module._forward_pre_hooks or module._forward_hooks)
         and not (module._backward_pre_hooks or module._backward_hooks or _has_any_global_hook())

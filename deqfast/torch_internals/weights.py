@@ -258,7 +258,7 @@ def _in_own_checkpoint(held: _Held) -> bool:
 
 
 def check_loaded(modules: Sequence[nn.Module], z0: Any) -> None:
-    """Raise ValueError if a weight of these modules of a cell is on meta and z0 is not.
+    """Raise ValueError if a weight or buffer of these modules of a cell is on meta and z0 is not.
 
     torch.nn.functional.linear and conv2d then return memory that nothing has written to. If any module has a hook or a
     forward of its own, as with accelerate's offload, that may load the weights, and nothing is checked.
@@ -274,5 +274,21 @@ def check_loaded(modules: Sequence[nn.Module], z0: Any) -> None:
     for leaf in pytree.tree_leaves(z0):
         if isinstance(leaf, Tensor) and leaf.device.type != "meta":
             raise ValueError(
-                f"the weights of the cell must be on the device of z0, {leaf.device}, got {on_meta[0]} on meta"
+                f"weights and buffers of the cell must be on the device of z0, {leaf.device}, got {on_meta[0]} on meta"
             )
+
+
+@contextmanager
+def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Context that restores the modules' buffers, and torch's random state on the CPU and this device."""
+    buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
+    buffers = [found for found in buffers if found[2].device.type != "meta"]  # offloaded: its hooks load a copy
+    before = [buffer.clone() for *_, buffer in buffers]
+    try:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            yield
+    finally:
+        for (module, name, buffer), value in zip(buffers, before, strict=True):
+            setattr(module, name, buffer)  # the cell may have replaced it
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
