@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from deqfast.testing import rounding
 
@@ -22,6 +23,13 @@ every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", ma
 
 def rtol_on(device, dtype):
     return GPU_RTOL if device == "cuda" and dtype != torch.float64 else EXACT_RTOL
+
+
+def assert_alike(found, expected):
+    """Equal results, up to the order of the sums in a library's products."""
+    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        is_number = isinstance(other, float)
+        assert one == (pytest.approx(other, rel=EXACT_RTOL, abs=EXACT_RTOL, nan_ok=True) if is_number else other)
 
 
 def make_samples(rows, columns, classes, noise=0.3, offset=0.0, dtype=torch.float32, seed=0):

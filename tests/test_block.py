@@ -196,8 +196,8 @@ class TestWarnings:
         assert sum(bool(re.search(text, str(one.message))) for one in told) == 1
 
     MISTAKES = {
-        "swapped": (lambda x, z: 0.1 * x + z, r"takes \(x, z\).*swap its first two parameters"),
-        "swapped, partial": (partial(lambda a, x, z: a * x + z, 0.1), r"takes \(x, z\)"),
+        "swapped": (lambda x, z: 0.1 * x + z, r"parameters are called x and z, .*: swap or rename them"),
+        "swapped, partial": (partial(lambda a, x, z: a * x + z, 0.1), "called x and z"),
         "without x": (lambda z, x: 0.1 * z + 1, "no gradient leads from the cell's value to x"),
         "detached x": (lambda z, x: 0.1 * z + x.detach(), "no gradient leads from the cell's value to x"),
     }
@@ -328,6 +328,7 @@ def test_a_forward_pass_that_raises_is_ended_too(hook):
 
 @every_adjoint
 def test_bfloat16_autocast(adjoint):
+    adjoint = Reversible(steps=5) if adjoint == "reversible" else adjoint  # more steps amplify the rounding of products
     block, x = DEQBlock(FCCell(6, 16), Broyden(rtol=1e-2), adjoint, warn=False), torch.randn(8, 6)
     gradients = []
     for enabled in (False, True):
@@ -390,7 +391,11 @@ def test_two_processes_train_as_one(tmp_path):
         model(parallel_data()).square().mean().backward()
         expected = [p.grad for p in model.parameters()]
         for kind, rank in product(("ddp", "fsdp"), range(2)):
-            assert_close(torch.load(tmp_path / f"{adjoint}-{kind}-{rank}.pt"), expected, rounding(torch.float64))
+            assert_close(
+                torch.load(tmp_path / f"{adjoint}-{kind}-{rank}.pt"),
+                expected,
+                after_solve(rounding(torch.float64), derivatives=1),
+            )
 
 
 learned = nn.Bilinear(4, 3, 4)

@@ -616,7 +616,7 @@ class TestASolverAsAFunction:
             w, layer = weight(), library.get_deq(f_max_iter=9, **kind).train(training)
             layer.f_solver = halved
             assert layer.f_solver is halved
-            states, _ = layer(lambda a, b, w=w: (torch.tanh(b @ w.T) + 1, torch.sin(a)), (zeros(2, WIDTH),) * 2)
+            states, _ = layer(lambda a, b, w=w: (torch.tanh(product(b, w)) + 1, torch.sin(a)), (zeros(2, WIDTH),) * 2)
             found.append([leaf.detach() for leaf in states[-1]])
             if training:
                 found[-1].append(torch.autograd.grad(states[-1][0].sum(), w)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from own_sums import product
 from torch import nn
 
 from deqfast import (
@@ -21,7 +22,7 @@ from deqfast import (
     diagnose,
 )
 from deqfast.state.rows import mark_samples
-from deqfast.testing import GRADIENT, after_solve, assert_close, product, rounding
+from deqfast.testing import GRADIENT, after_solve, assert_close, rounding
 
 B = 5
 

@@ -133,7 +133,8 @@ def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tenso
     NaN. A leaf of integers has if f keeps its values there when these rows are replaced. z must be finite.
     """
     leaves, spec = pytree.tree_flatten(x)
-    modules, found = modules_of(f), list(marks)
+    modules = modules_of(f)
+    found: list[Any] = list(marks)
 
     def rows_with(leaf: Tensor, i: int) -> list[Tensor]:
         with undone(modules, broken.device):  # the cell may count its calls, or draw random numbers
