@@ -287,8 +287,7 @@ def layers(results: Results) -> Table:
     for name, runs in results.cases("training").items():
         line = case_line(name, runs, "ms_min")
         short = {"training step": name} | {column: line[column] for column in ("deqfast", PEER, "gain over torchdeq")}
-        short["evaluations"] = " / ".join(middle(runs, provider, "evaluations") for provider in (OURS, PEER))
-        short["residuals"] = line["residual, deqfast / torchdeq"]
+        short |= {what: line[f"{what}, deqfast / torchdeq"] for what in ("evaluations", "residual")}
         for record in sorted(results.on_gpu(True), key=lambda one: one.date):
             own, theirs = (
                 [row for row in record.rows if (row["case"], row["provider"]) == (name, provider)]
@@ -327,7 +326,9 @@ def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
         return centred([row["gains"][peer] for row in runs.get(OURS, []) if peer in row.get("gains", {})])
 
     own, theirs = (values(runs, provider, "peak_bytes") for provider in (OURS, PEER))
-    residuals = [middle(runs, provider, "residual") for provider in (OURS, PEER)]
+    evaluations, residuals = (
+        [middle(runs, provider, column) for provider in (OURS, PEER)] for column in ("evaluations", "residual")
+    )
     return {
         "case": name,
         **{text: middle(runs, provider, time) for provider, text in PROVIDERS.items()},
@@ -337,6 +338,7 @@ def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
         "memory": middle(runs, OURS, "peak_bytes") if theirs else "",
         "torchdeq, memory": middle(runs, PEER, "peak_bytes"),
         "memory relative to torchdeq": times(median(own) / median(theirs)) if own and theirs else "",
+        "evaluations, deqfast / torchdeq": " / ".join(evaluations) if all(evaluations) else "",
         "residual, deqfast / torchdeq": " / ".join(residuals) if all(residuals) else "",
         "relative error": middle(runs, OURS, "error"),
     }
