@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -112,11 +112,9 @@ def clone_of(repository: str, root: Path | None) -> Path:
 
 
 def in_place_of_torchdeq() -> dict[str, Any]:
-    """What ``import torchdeq`` and imports of its submodules find: the names of ``deqfast.compat``."""
-    import torchdeq
-
-    names = SimpleNamespace(**{name: getattr(compat, name) for name in vars(torchdeq) if hasattr(compat, name)})
-    return {name: names for name in sys.modules if name.partition(".")[0] == "torchdeq"}
+    """What ``import torchdeq`` and imports of its submodules find: their counterparts in ``deqfast.compat``."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "torchdeq"]
+    return {name: importlib.import_module(name.replace("torchdeq", "deqfast.compat", 1)) for name in names}
 
 
 def imported(folder: Path, file: str, provider: str) -> Module:

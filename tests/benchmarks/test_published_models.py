@@ -65,6 +65,7 @@ def test_a_file_gets_the_layer_of_each_provider_and_no_module_stays(clone, monke
     (tmp_path / "parts").mkdir()  # and its package, which has an __init__.py
     (tmp_path / "parts" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    models.in_place_of_torchdeq()  # imports the counterparts in deqfast.compat, which stay
     before = dict(sys.modules)
     theirs, ours = (models.imported(clone / "zoo", "toy", provider) for provider in (PEER, OURS))
     assert (theirs.get_deq, ours.get_deq) == (torchdeq.get_deq, compat.get_deq)
