@@ -561,7 +561,9 @@ def test_a_backward_pass_that_calls_the_cell_notices_what_has_been_written_to(na
         value.sum().backward()
 
 
-@pytest.mark.parametrize("options", [{"norm": nn.BatchNorm1d}, {"parametrize": spectral_norm}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"norm": nn.BatchNorm1d}, {"parametrize": spectral_norm}], ids=["norm", "spectral"]
+)
 @pytest.mark.parametrize("others", [(Unrolled(5), Unrolled(5, checkpoint=True)), (Reversible(5),)], ids=str)
 def test_a_backward_pass_that_calls_the_cell_bears_what_forward_passes_write_to(others, options):
     """Running statistics, and the vectors of spectral norm, differ after another forward pass."""
