@@ -56,9 +56,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "models: published models, from clones of their repositories")
     for section in dict.fromkeys(case.section for case in CASES):
         config.addinivalue_line("markers", f"{section}: a section of the suite")
-    path, device, root = (config.getoption(name) for name in ("--record", "--device", "--models-root"))
-    if root is not None and not root.is_dir():
-        raise pytest.UsageError(f"--models-root: {root} is not a folder")
+    path, device = config.getoption("--record"), config.getoption("--device")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
     if path is not None and config.getoption("numprocesses", None):

@@ -18,9 +18,12 @@ def test_model(board, pytestconfig, model):
     if board.device != "cpu":
         pytest.skip(f"section {SECTION} is measured on the CPU")
     pytest.importorskip("torchdeq")
+    root = pytestconfig.getoption("--models-root")
+    if root is not None and not root.is_dir():
+        raise pytest.UsageError(f"--models-root or DEQFAST_MODELS: {root} is not a folder")
     turns = {"rounds": 1, "seconds": 0.1} if board.small else {}
     try:
-        rows = measure(model, pytestconfig.getoption("--models-root"), **turns)
+        rows = measure(model, root, **turns)
     except Skipped as reason:
         pytest.skip(str(reason))
     for row in rows:

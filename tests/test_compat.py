@@ -628,6 +628,21 @@ class TestASolverAsAFunction:
         layer.b_solver = torchdeq.get_solver("anderson")
         assert layer.b_solver == "anderson"
 
+    def test_a_module(self):
+        """torch would register a module, and the named solver would run."""
+
+        class Halved(nn.Module):
+            def forward(self, *args, **kwargs):
+                return halved(*args, **kwargs)
+
+        found = []
+        for library in (compat, torchdeq):
+            layer = library.get_deq(f_max_iter=9)
+            layer.f_solver = solver = Halved()
+            assert layer.f_solver is solver
+            found.append(layer(lambda z: torch.sin(z) + 1, zeros(2, WIDTH))[0][-1])
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
     def test_what_only_names_and_torchdeq_can(self, monkeypatch):
         layer = get_deq()
         with pytest.raises(ValueError, match="b_solver must be one of"):

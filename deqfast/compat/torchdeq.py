@@ -341,6 +341,13 @@ class DEQ(nn.Module):
         self._forward_notice = Notice("forward", more, expected={Status.MAX_ITER})
         self._backward_notice = Notice("backward", more)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch would register a module instead of setting the option, such as a solver that is a module.
+        if name == "function" or isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def _configure(self, options: dict[str, Any]) -> None:
         """Set these options; TypeError or ValueError for invalid ones."""
         self.options = _Options(options)

@@ -158,7 +158,8 @@ def made(records: Mapping[R, T], make: Callable[[list[T]], M]) -> tuple[M | None
         try:
             return make(left), unfit
         except Exception:
-            if not (found := unreadable([run for run in records if run not in unfit], alone)):
+            found = unreadable([run for run in records if run not in unfit], alone)
+            if not found or len(found) == len(left) > 1:  # what fails for every record is not damage
                 raise
             unfit |= found
     return None, unfit

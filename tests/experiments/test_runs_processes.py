@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import study as script
 from runs import files, processes
 from runs.files import locked
 from runs.options import StudyError
-from runs.processes import Run, run_all, tell_failed
+from runs.processes import Run, made, run_all, tell_failed
 from runs.script import CLOSED_PIPE, PARENT, command_line, told
 from study_helpers import STUDY, environment, python
 
@@ -259,3 +260,16 @@ def test_temporary_files_of_a_kill_are_removed_by_a_later_write(tmp_path):
         os.utime(path, (0, 0))
     files.write_atomically(tmp_path / "one.json", b"content")
     assert {*tmp_path.iterdir()} == {tmp_path / "one.json", new, other}
+
+
+@dataclass(frozen=True)
+class Record:
+    path: Path
+
+
+def test_a_damaged_record_is_left_out_and_a_fault_of_the_code_is_raised():
+    records = {Record(Path(f"{n}.json")): n for n in range(3)}
+    total, unfit = made(records, lambda found: sum(6 // n for n in found))
+    assert total == 9 and [one.path.name for one in unfit] == ["0.json"]
+    with pytest.raises(NameError):
+        made(records, lambda found: no_such_name)  # noqa: F821

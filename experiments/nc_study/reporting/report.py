@@ -97,14 +97,14 @@ def facts(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _recipe_of_the_explicit_network() -> dict[str, float]:
+def _recipe_of_the_explicit_network() -> dict[str, float | None]:
     """Return accuracies of the trials with recipe B, and the DEQ's best, if the explicit network's best is recipe B."""
     found = tuning()
     if found.chosen["explicit"] != RECIPE_B:
         return {}
     at = {one.arm: one.overall for one in found.trials if one.values == RECIPE_B}
     best = max(one.overall for one in found.trials if one.arm == DEQ and one.overall is not None)
-    return {"explicit": at["explicit"] or 0, "deq": at[DEQ] or 0, "deq_best": best}
+    return {"explicit": at["explicit"], "deq": at[DEQ], "deq_best": best}
 
 
 def solved(runs: Sequence[Run], arm: str) -> float | None:
