@@ -62,6 +62,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreter computes both sides of a select in numpy, which warns about the side that is not taken.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    config.addinivalue_line("filterwarnings", "ignore:.* encountered in reduce:RuntimeWarning:numpy")
     config.addinivalue_line("markers", "newest: long, and not run again on the oldest versions")
     config.addinivalue_line(
         "markers",

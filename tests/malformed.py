@@ -1,17 +1,19 @@
 """Calls of every CPU op with random malformed arguments, whose memory ends at a page without access.
 
 A call must raise RuntimeError or stay within its arguments; else this process dies. It prints, as JSON, the number of
-calls that each op accepted and refused. Run as a process of its own by test_malformed.py.
+calls that each op accepted and refused. test_malformed.py runs it as a process of its own:
+
+    python tests/malformed.py 120 0    calls of each op, and the seed
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import math
 import mmap
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -192,4 +194,7 @@ def main(count: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int)
+    parser.add_argument("seed", type=int)
+    main(**vars(parser.parse_args()))

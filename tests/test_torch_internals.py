@@ -82,6 +82,7 @@ class TestGraphs:
         x.exp().sum().backward()
         assert len(calls) == 3
 
+    @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of inputs without a gradient
     def test_hooks_are_the_users_again(self):
         """After the last of several contexts, unless the user has removed one in the meantime."""
         layer, hook = torch.nn.Linear(2, 2), lambda *_: None

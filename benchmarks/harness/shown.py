@@ -118,7 +118,6 @@ LAYERS = {  # row -> its name in README
     "residual-anderson-jfb-32x128x4x4": "residual block 32 × 128 × 4 × 4, Anderson, JFB",
     "residual-broyden-jfb-32x128x4x4": "the same, Broyden, JFB",
     "residual-anderson-implicit-32x128x4x4": "the same, Anderson, implicit gradient",
-    "residual-anderson-jfb-32x128x4x4-bf16": "the same, Anderson, JFB, bf16 autocast",
     "residual-anderson-jfb-4x64x32x32": "residual block 4 × 64 × 32 × 32, Anderson, JFB",
     "fc-picard-jfb-128x256": "fully connected 128 × 256, Picard, JFB",
     "fc-anderson-implicit-128x256": "the same, Anderson, implicit gradient",

@@ -1,5 +1,11 @@
-"""Script with runs, named by its arguments after their folder, that last until there is a file "go" in the folder."""
+"""Script with runs that last until there is a file "go" in their folder.
 
+test_runs_processes.py starts, kills and resumes it:
+
+    python tests/experiments/slow_runs.py FOLDER one two    runs of these names
+"""
+
+import argparse
 import os
 import sys
 import time
@@ -24,10 +30,13 @@ class Slow(Run):
         return self.path.read_text()
 
 
-def work():
-    folder, *names = sys.argv[1:]
-    return tell_failed("slow_runs.py", run_all([Slow(Path(folder) / f"{name}.json") for name in names], len(names)))
+def work(folder, names):
+    return tell_failed("slow_runs.py", run_all([Slow(folder / f"{name}.json") for name in names], len(names)))
 
 
 if __name__ == "__main__":
-    sys.exit(told("slow_runs.py", work, ""))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="+", metavar="NAME")
+    given = parser.parse_args()
+    sys.exit(told("slow_runs.py", lambda: work(given.folder, given.names), ""))

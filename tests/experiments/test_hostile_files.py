@@ -188,6 +188,7 @@ def of_parameter(name, value):
 OPTIMIZERS = {torch.optim.SGD: "momentum_buffer", torch.optim.Adam: "exp_avg"}
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # of a tensor where a state was expected
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_checkpoints_that_do_not_fit_are_refused(kind, tmp_path):
     run = RunDirectory(tmp_path)
@@ -341,6 +342,7 @@ def damaged(content, count=40):
         yield bytes(other)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", READERS)
 def test_data_files_are_read_or_named_in_a_line(name, tmp_path):
     path, (read, content) = tmp_path / name, READERS[name]

@@ -101,15 +101,6 @@ def test_the_texts_say_what_fresh_puzzles_gave():
     assert f"{long}, in {deq[3]:.0f} of at most 64 evaluations" in page
 
 
-def test_readme_says_how_long_a_training_on_sudoku_took():
-    rows = [row["minutes a run"] for row in model_table("sudoku-9x9-fresh.md").values()]
-    numbers = [[float(one) for one in re.findall(r"[\d.]+", row)] for row in rows]
-    means, least, most = zip(*numbers, strict=True)
-    said = re.search(r"training takes ([\d.]+) minutes \(([\d.]+) to ([\d.]+)\) in either arm", words("README.md"))
-    for mean in means:
-        assert [float(one) for one in said.groups()] == pytest.approx([mean, min(least), max(most)], abs=0.0501)
-
-
 FEATURES = "its features' distance to a simplex (centred NC2; less is nearer)"
 
 
