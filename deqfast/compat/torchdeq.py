@@ -161,7 +161,7 @@ def import_torchdeq(need: str) -> Any:
 
 
 class _SolverName(str):
-    """Name of a solver. A call runs torchdeq's function of this name, as the attributes of torchdeq's layers do."""
+    """Name of a solver. A call runs the function of this name in torchdeq, whose layers have that function here."""
 
     function = property(
         lambda name: import_torchdeq("a call of f_solver or b_solver needs torchdeq").get_solver(str(name))

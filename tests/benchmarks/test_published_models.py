@@ -113,7 +113,7 @@ def test_without_its_clone_a_model_is_skipped_with_the_commands_that_make_it(clo
 
 
 def results(**shares):
-    """Two runs of models; shares: of torchdeq's time that ours takes in each run."""
+    """Two runs of models; shares: time of ours divided by the time with torchdeq, in each run."""
     records = []
     for run in range(2):
         rows = []
