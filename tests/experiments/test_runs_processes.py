@@ -140,6 +140,7 @@ def test_workers_end_with_their_parent_and_no_run_has_two(tmp_path):
     assert again.returncode == 1 and again.stderr.count("\n") == 1, again.stderr
     assert f"{tmp_path / 'b'}: another process is working on this run" in again.stderr
     assert (tmp_path / "a.json").read_text() == "done\n" and len(begun(tmp_path, "a")) == 2
+    (tmp_path / "go").unlink()  # so that b can end only because its parent has
     os.kill(b, signal.SIGCONT)
     wait_for(lambda: is_free(tmp_path, "b"))
     assert begun(tmp_path, "b") == [b] and not (tmp_path / "b.json").exists()
