@@ -15,6 +15,7 @@ without second derivatives raises there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ from ..state.rows import per_row
 from ..torch_internals import pytree
 from ..torch_internals.autograd import (
     Gradients,
-    Valve,
+    Graph,
     edge_of,
     in_order_of,
     leaves_behind,
     not_leaves,
     requiring_grad,
+    with_nodes,
 )
 from ..torch_internals.dynamo import untraced
 from ..torch_internals.transforms import Members
@@ -45,24 +47,36 @@ class Recorded:
 
     Attributes:
         outputs: its leaves, in the order of z's.
-        sources: the outside tensors that it depends on: those of x, then the leaves that the cell holds.
-        hides: whether the cell holds a tensor that was computed outside, hence not a leaf.
+        graph: their graph, of which the search for leaves behind it begins only when it is asked for.
     """
 
     def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
-        begin = next_node()
-        valve = Valve()
-        inner = valve(x)  # else a tensor of x could not be distinguished from the same one held by the cell
+        first = next_node()
+        inner = with_nodes(x)  # else a tensor of x could not be distinguished from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))
-        inputs = requiring_grad(inner)
-        held, self.hides = leaves_behind(self.outputs, [*inputs, *pytree.tree_leaves(z)], begin)
-        self.sources = [*requiring_grad(x), *held]
-        self.held = held
+        state = requiring_grad(z)
+        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state], first)
+        self.given, self.is_of_state = requiring_grad(x), bool(state)
 
     @property
     def is_differentiable(self) -> bool:
-        """Return whether a tensor that requires a gradient takes part."""
-        return bool(self.sources) or self.hides
+        """Whether a tensor other than z that requires a gradient takes part."""
+        return bool(self.graph.ends) and (not self.is_of_state or bool(self.sources) or self.hides)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Leaves that the cell holds."""
+        return self.graph.behind[0]
+
+    @property
+    def hides(self) -> bool:
+        """Whether the cell holds a tensor that was computed outside, hence not a leaf."""
+        return self.graph.behind[1]
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The outside tensors on which the evaluation depends: those of x, then the leaves that the cell holds."""
+        return [*self.given, *self.held]
 
 
 class Rule:
@@ -71,6 +85,8 @@ class Rule:
     Args:
         name: name of the adjoint, for the error of a double backward.
     """
+
+    has_second_derivatives = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -88,7 +104,7 @@ class Rule:
         """u with a graph, and further gradients in the sources, see the module's docstring."""
         with torch.no_grad():
             pulled = self.pull(grads)
-        return [self.refuse(u, sources) for u in pulled], [self.refuse(torch.zeros_like(s), sources) for s in sources]
+        return [self.refuse(u, sources) for u in pulled], []
 
     def refuse(self, grad: Tensor, sources: Sequence[Tensor]) -> Tensor:
         """Return the gradient; its own derivative raises an error."""
@@ -103,21 +119,40 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
     if not recorded.is_differentiable:
         return value
     values, spec = pytree.tree_flatten(value)
-    tensors = (*values, *recorded.outputs, *recorded.sources)
-    return pytree.tree_unflatten(list(_Attach.apply(rule, broken, recorded.hides, len(values), *tensors)), spec)
+    sources = recorded.sources if rule.has_second_derivatives else []
+    to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources or recorded.given)
+    return pytree.tree_unflatten(list(_Attach.apply(to, *recorded.outputs, *sources)), spec)
+
+
+@dataclass
+class _To:
+    """What a gradient is attached to.
+
+    Attributes:
+        values: the solver's, until they have been copied.
+        dtypes: of the evaluation y.
+        saved: for second derivatives, the sources; those of x only if the rule has none.
+    """
+
+    rule: Rule
+    graph: Graph
+    broken: Tensor | None
+    values: list[Tensor]
+    dtypes: list[torch.dtype]
+    saved: list[Tensor]
 
 
 class _Attach(torch.autograd.Function):
     """Copy of the solver's values; the evaluation y receives the rule's u of their gradients g."""
 
     @staticmethod
-    def forward(ctx: Any, rule: Rule, broken: Tensor | None, hides: bool, count: int, *tensors: Tensor) -> Any:
-        ctx.rule, ctx.broken, ctx.hides, ctx.count = rule, broken, hides, count
-        ctx.meta = [(tensor.shape, tensor.dtype) for tensor in tensors[: 2 * count]]
-        ctx.save_for_backward(*tensors[2 * count :])
+    def forward(ctx: Any, to: _To, *tensors: Tensor) -> Any:
+        values, saved, to.values, to.saved = to.values, to.saved, [], []
+        ctx.to, ctx.shapes = to, [value.shape for value in values]
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         # Copies, not views: users may work in place on the output of a layer.
-        return tuple(value.clone() for value in tensors[:count])
+        return tuple([value.clone() for value in values])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -130,24 +165,25 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def pull(ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
+        to, inputs = ctx.to, len(ctx.needs_input_grad)
         given = next((g for g in grads if g is not None), None)
         if given is None:  # the valve is closed
-            return (None,) * len(ctx.needs_input_grad)
-        shapes, dtypes = [shape for shape, _ in ctx.meta[: ctx.count]], [dtype for _, dtype in ctx.meta[ctx.count :]]
-        full = [given.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
-        if ctx.broken is not None:
-            full = [torch.where(per_row(ctx.broken, g), torch.zeros_like(g), g) for g in full]
-        nothing = [None] * (4 + ctx.count)
+            return (None,) * inputs
+        full = [given.new_zeros(shape) if g is None else g for g, shape in zip(grads, ctx.shapes, strict=True)]
+        if to.broken is not None:
+            full = [torch.where(per_row(to.broken, g), torch.zeros_like(g), g) for g in full]
+        past: Gradients = []
         if not torch.is_grad_enabled():
-            pulled, past = _pulled(ctx.rule, full), [None] * (len(ctx.needs_input_grad) - 4 - 2 * ctx.count)
-        elif ctx.hides:
+            pulled = _pulled(to.rule, full)
+        elif to.graph.behind[1]:
             raise RuntimeError(
-                f"deqfast: create_graph=True through {ctx.rule.name} would lose a part of second derivatives, "
+                f"deqfast: create_graph=True through {to.rule.name} would lose a part of second derivatives, "
                 "because the cell holds a tensor computed outside of it: give it to the block in x"
             )
         else:
-            pulled, past = ctx.rule.pull_with_graph(full, ctx.saved_tensors)
-        return (*nothing, *[g.to(dtype) for g, dtype in zip(pulled, dtypes, strict=True)], *past)
+            pulled, past = to.rule.pull_with_graph(full, _sources(ctx))
+        pulled = [g if g.dtype == dtype else g.to(dtype) for g, dtype in zip(pulled, to.dtypes, strict=True)]
+        return (None, *pulled, *past, *[None] * (inputs - 1 - len(pulled) - len(past)))
 
 
 def _pulled(rule: Rule, grads: list[Tensor]) -> list[Tensor]:
@@ -155,6 +191,12 @@ def _pulled(rule: Rule, grads: list[Tensor]) -> list[Tensor]:
     if members is None:
         return rule.pull(grads)
     return [members.wrap(u) for u in rule.pull_members([members.unwrap(g) for g in grads], members)]
+
+
+def _sources(node: Any) -> list[Tensor]:
+    """``Recorded.sources`` of the evaluation behind this node."""
+    saved = list(node.saved_tensors)
+    return saved if node.to.rule.has_second_derivatives else [*saved, *node.to.graph.behind[0]]
 
 
 def leads_to(values: list[Tensor], tensors: list[Tensor]) -> bool:
@@ -169,13 +211,12 @@ def leads_to(values: list[Tensor], tensors: list[Tensor]) -> bool:
         if node is not None and node not in seen:
             seen.add(node)
             attached = getattr(node, "_forward_cls", None) is _Attach  # its last edges lead to all sources
-            first = len(node.meta) + (node.broken is not None) if attached else None
-            edges.extend(node.next_functions[:first])
+            edges.extend(node.next_functions[: len(node.to.dtypes) if attached else None])
     return False
 
 
 def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
     """Return whether the values of an adjoint depend on tensors that require a gradient other than through `leaves`."""
     attached: list[Any] = [v.grad_fn for v in values if getattr(v.grad_fn, "_forward_cls", None) is _Attach]
-    sources = [source for node in attached for source in node.saved_tensors] if attached else values
-    return any(node.hides for node in attached) or bool(leaves_behind(sources, leaves, 0)[0])
+    sources = [source for node in attached for source in _sources(node)] if attached else values
+    return any(node.to.graph.behind[1] for node in attached) or bool(leaves_behind(sources, leaves, 0)[0])

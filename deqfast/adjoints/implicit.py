@@ -112,6 +112,8 @@ class _Inverted(Rule):
         x: the second argument of `evaluate`.
     """
 
+    has_second_derivatives = True
+
     def __init__(self, solve: LinearSolve, evaluate: Evaluate, z: Any, x: Any) -> None:
         super().__init__("Implicit")
         # A graph of compiled code may serve a single product, and is not differentiable twice.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -204,7 +204,16 @@ def keeps_graph() -> bool:
 
 def not_leaves(tree: Any) -> Any:
     """Views in place of leaves: FlopCounterMode fails if ``autograd.grad`` meets a module's input that is a leaf."""
+    if isinstance(tree, Tensor):
+        return _following(tree) if tree.requires_grad and tree.is_leaf else tree
     return pytree.tree_map(lambda t: _following(t) if _requires_grad(t) and t.is_leaf else t, tree)
+
+
+def with_nodes(tree: Any) -> Any:
+    """The tree with a node of its own behind each tensor that requires a gradient."""
+    if isinstance(tree, Tensor):
+        return _following(_check_sized(tree)) if tree.requires_grad else tree
+    return pytree.tree_map(lambda t: _following(_check_sized(t)) if _requires_grad(t) else t, tree)
 
 
 def _following(tensor: Tensor) -> Tensor:
@@ -225,6 +234,8 @@ def edge_of(tensor: Tensor) -> Any:
 
 def requiring_grad(tree: Any) -> list[Tensor]:
     """The tensors of a tree that require a gradient."""
+    if isinstance(tree, Tensor):
+        return [tree] if tree.requires_grad else []
     return [leaf for leaf in pytree.tree_leaves(tree) if _requires_grad(leaf)]
 
 
@@ -232,31 +243,53 @@ def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
-    """Leaves that `outputs` depend on other than through those `excluded`; and whether they depend on older nodes.
+class Graph:
+    """Graph of an evaluation, without its tensors.
 
-    A node is older if its number is below `first`, because torch numbers the nodes of a thread as they are recorded.
-    Two kinds of older nodes still belong to the evaluation. One is a weight held for the solve; its `age` is the number
-    from which on its nodes count. The other is a weight's cast kept by autocast, a "ToCopyBackward0".
+    A node is older than the evaluation if its number is below `first`, because torch numbers the nodes of a thread as
+    they are recorded. Two kinds of older nodes still belong to the evaluation. One is a weight held for the solve; its
+    `age` is the number from which on its nodes count. The other is a weight's cast kept by autocast, a
+    "ToCopyBackward0".
+
+    Args:
+        outputs: values of the evaluation.
+        excluded: tensors beyond which nothing is searched.
+        first: number of the evaluation's first node.
     """
-    edges: list[Any] = [(edge_of(y), first) for y in outputs if y.requires_grad]
-    begins = held_nodes()
-    seen = {edge_of(tensor) for tensor in excluded if tensor.requires_grad}
-    found, hides = [], False
-    while edges:
-        edge, first = edges.pop()
-        if edge in seen or edge[0] is None:
-            continue
-        seen.add(edge)
-        first = begins.get(edge[0], first)
-        if edge[0].name() == "torch::autograd::AccumulateGrad":
-            if edge[0].variable not in _states:
-                found.append(edge[0].variable)
-        elif edge[0]._sequence_nr() < first and edge[0].name() != "ToCopyBackward0":
-            hides = True
-        else:
-            edges.extend((behind, first) for behind in edge[0].next_functions)
-    return found, hides
+
+    def __init__(self, outputs: Iterable[Tensor], excluded: Iterable[Tensor], first: int) -> None:
+        self.ends, self.excluded = edges_of(outputs), edges_of(excluded)
+        self.first, self.ages = first, held_nodes()
+
+    @cached_property
+    def behind(self) -> tuple[list[Tensor], bool]:
+        """Leaves that the outputs depend on other than through those excluded; and whether they depend on older nodes."""
+        edges, seen = [(edge, self.first) for edge in self.ends], set(self.excluded)
+        found, hides = [], False
+        while edges:
+            edge, first = edges.pop()
+            if edge in seen or edge[0] is None:
+                continue
+            seen.add(edge)
+            first = self.ages.get(edge[0], first)
+            if edge[0].name() == "torch::autograd::AccumulateGrad":
+                if edge[0].variable not in _states:
+                    found.append(edge[0].variable)
+            elif edge[0]._sequence_nr() < first and edge[0].name() != "ToCopyBackward0":
+                hides = True
+            else:
+                edges.extend([(behind, first) for behind in edge[0].next_functions])
+        return found, hides
+
+
+def edges_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """``edge_of`` for those of the tensors that require a gradient."""
+    return [edge_of(t) if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in tensors if t.requires_grad]
+
+
+def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
+    """``Graph.behind`` of these tensors."""
+    return Graph(outputs, excluded, first).behind
 
 
 def detached(tree: Any, requires_grad: bool = False) -> Any:

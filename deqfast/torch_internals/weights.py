@@ -219,6 +219,8 @@ def behind_held() -> set[Tensor]:
 
 def held_nodes() -> dict[Node, int]:
     """Return the last node of each tensor that this thread keeps, and the number of the first that belongs to it."""
+    if not _thread.held:
+        return {}
     held = [(tensor, held.age) for held in _thread.held.values() for tensor in pytree.tree_leaves(held.value)]
     return {get_gradient_edge(t).node: age for t, age in held if isinstance(t, Tensor) and t.requires_grad}
 
