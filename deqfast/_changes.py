@@ -98,7 +98,7 @@ def difference(plan: Plan) -> float | None:
     """
     if not can_cancel(plan.cell) or is_cached(plan.cell):
         return None
-    cell, x, packing = plan.cell, plan.x, Packing(plan.z0, plan.groups, plan.scale)
+    cell, x, packing = plan.cell, plan.x, Packing(plan.z0, plan.groups, plan.options.scale)
     if not packing.batch:
         return 0.0
 

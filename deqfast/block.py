@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from ._changes import Changes
-from ._checks import ChecksKeywords, check_batches, check_cell, check_choice, check_count, settings_of
+from ._checks import ChecksKeywords, check_batches, check_cell, check_choice, settings_of
 from ._notice import Notice
 from .adjoints import ADJOINTS, Adjoint, as_adjoint
 from .cells.protocol import solving
+from .engine.layout import Solves
+from .engine.parts import StopFn
+from .engine.solve import Options
 from .execution import opaque_op
 from .execution.compiled import Compiled
 from .execution.cuda_graph import Graphs
 from .execution.linearised import Linearised
-from .execution.loop import StopFn
 from .execution.plan import Plan
 from .execution.refusals import check_served, check_together, given, kinds
 from .execution.trajectory import check_trajectory, differentiate_along
@@ -31,14 +33,8 @@ from .state.groups import Groups
 from .state.packing import Packing, check_scale, is_of_state
 from .torch_internals import pytree
 from .torch_internals.dynamo import is_given_up, untraced
-from .torch_internals.transforms import values
+from .torch_internals.transforms import check_values, values
 from .torch_internals.weights import check_loaded, hold_weights, modules_of
-
-
-def _sync_every(value: int | None) -> int | None:
-    if value is not None:
-        check_count("sync_every", value)
-    return value
 
 
 def _callable_or_none(name: str, value: Any) -> Any:
@@ -53,13 +49,12 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
     "eval_solver": lambda solver: None if solver is None else as_solver(solver),
     "adjoint": as_adjoint,
     "kernel": check_kernel_name,
-    "sync_every": _sync_every,
     "scale": check_scale,
     "init": partial(_callable_or_none, "init"),
     "stop_fn": partial(_callable_or_none, "stop_fn"),
 }
 # Options that cannot be combined with all others.
-_COMBINED = {"solver", "eval_solver", "adjoint", "sync_every", "drop_converged", "groups", "stop_fn", "scale", "trace"}
+_COMBINED = {"solver", "eval_solver", "adjoint", "drop_converged", "groups", "stop_fn", "scale", "trace"}
 
 
 class DEQBlock(ChecksKeywords, nn.Module):
@@ -87,10 +82,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
-        sync_every: iterations between checks whether all samples are done, see ``solve``.
         drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
             samples independently.
-        cuda_graph: capture the forward solve in CUDA graphs, one per `sync_every` iterations, and replay them. True, or
+        cuda_graph: capture the forward solve in CUDA graphs, one per two iterations, and replay them. True, or
             "whole" for one graph, in which the device ends the loop (possible in torch 2.14.1). See
             ``execution.cuda_graph``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
@@ -104,7 +98,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
 
     Attributes:
-        solver, eval_solver, adjoint, kernel, sync_every, drop_converged, groups, stop_fn, init, scale, trace: as
+        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace: as
             above, with objects instead of names. Assignments are checked like arguments.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
@@ -126,6 +120,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
     """
 
     backward_solution: Solution | None
+    _last: Options | None
 
     def __init__(
         self,
@@ -140,7 +135,6 @@ class DEQBlock(ChecksKeywords, nn.Module):
         eval_solver: str | Solver | None = None,
         stop_fn: StopFn | None = None,
         kernel: str = "auto",
-        sync_every: int | None = None,
         drop_converged: bool = False,
         cuda_graph: bool | str = False,
         compile: bool | str = False,
@@ -154,12 +148,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
         self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
         self.adjoint = as_adjoint(adjoint)
         self.kernel = kernel
-        self.init, self.sync_every, self.groups = init, sync_every, groups
+        self.init, self.groups = init, groups
         self.drop_converged, self.trace, self.stop_fn, self.scale = drop_converged, trace, stop_fn, scale
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
+        self._solves = Solves()
         self._check_options()
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
@@ -185,6 +180,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             value = take(value)
         before: Any = self.__dict__.get(name)
         super().__setattr__(name, value)
+        if name in _TAKEN or name in _COMBINED:
+            self.__dict__["_last"] = None
         if name in _COMBINED and "_number" in self.__dict__:
             try:
                 self._check_options()
@@ -231,9 +228,11 @@ class DEQBlock(ChecksKeywords, nn.Module):
     ) -> tuple[Any, Solution]:
         """Value and Solution of ``forward``, if ``torch.compile`` does not trace it."""
         plan = self._plan(x, z0, groups)
+        if plan.context != "torch.export":
+            check_values("z0", z0)
         if plan.context != "eager":
-            asked = given(plan, self.adjoint) + ["training mode"] * self.training
-            check_served(plan.context, asked + ["trace of a Solution"] * bool(plan.trace and return_solution))
+            asked = given(self, self.adjoint) + ["training mode"] * self.training
+            check_served(plan.context, asked + ["trace of a Solution"] * bool(self.trace and return_solution))
         holds, modules = plan.holds_weights, modules_of(self.cell)
         check_loaded(modules, plan.z0)
         self._look_for_changes(plan)
@@ -300,20 +299,29 @@ class DEQBlock(ChecksKeywords, nn.Module):
             cell=self.cell,
             x=x,
             z0=z0,
-            solver=self.current_solver,
-            groups=self._grouping(groups, z0),
-            scale=self.scale,
+            options=self._options(self._grouping(groups, z0)),
             per_sample=self.per_sample,
-            kernel=self.kernel,
-            sync_every=self.sync_every,
-            drop_converged=self.drop_converged,
+            solves=self._solves,
             graphs=self.graphs,
             compiled=self.compiled,
             linearised=self.linearised,
-            trace=self.trace,
-            stop_fn=self.stop_fn,
             on_backward=self._keep_backward_solution,
         )
+
+    def _options(self, groups: Groups | None) -> Options:
+        """Options of the forward solve, the same object until one of them changes."""
+        solver, options = self.current_solver, self._last
+        if options is None or options.solver is not solver or options.groups is not groups:
+            self.__dict__["_last"] = options = Options(
+                solver=solver,
+                kernel=self.kernel,
+                groups=groups,
+                scale=self.scale,
+                stop_fn=self.stop_fn,
+                drop_converged=self.drop_converged,
+                trace=self.trace,
+            )
+        return options
 
     @property
     def current_solver(self) -> Solver:

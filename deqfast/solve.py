@@ -1,30 +1,20 @@
-"""Solve fixed-point problems: the only iteration loop."""
+"""Fixed points without gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._checks import check_count
-from .execution.loop import (
-    Compaction,
-    Run,
-    StopFn,
-    Whole,
-    begin,
-    export,
-    iterate,
-    watch_of,
-)
-from .execution.refusals import check_served, kinds
+from .engine.parts import StopFn
+from .engine.solve import Options, Solve
+from .execution.export import solve_in_export
+from .execution.refusals import check_served
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .state.groups import Groups
-from .torch_internals.dynamo import is_exporting, outside_exports
-from .torch_internals.transforms import check_plain
+from .torch_internals.transforms import check_plain, check_values, present_context
 
 
 def solve(
@@ -36,10 +26,8 @@ def solve(
     groups: Groups | Tensor | str | None = None,
     scale: Any = None,
     stop_fn: StopFn | None = None,
-    sync_every: int | None = None,
     drop_converged: bool = False,
     trace: bool = False,
-    keep_inverse: bool = False,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -66,12 +54,9 @@ def solve(
             k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are, STOPPED. It gets
             all samples; those that `drop_converged` leaves out have z as their value. Only samples that run and have
             not converged can be ended. Nothing waits for the device. It may keep z, and must not write to f(z).
-        sync_every: iterations between checks whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
-            the host reads the result of the previous check, so that it never waits for the step it has just queued.
         drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
             called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.
-        keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     Returns:
         Solution, whose `value` has the structure, dtypes and memory order of z0.
@@ -91,23 +76,23 @@ def solve(
     if not callable(f):
         raise TypeError(f"f must be callable, got {f!r}")
     solver = as_solver(solver)
-    if sync_every is not None:
-        check_count("sync_every", sync_every)
     if stop_fn is not None and not callable(stop_fn):
         raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
     if groups is not None:
         check_served("drop_converged", ["groups"] * drop_converged)
-    if is_exporting():
-        check_served("torch.export", kinds(solver))
-    check_plain("solve", z0)
-    begun = begin(z0, solver, kernel, groups=groups, scale=scale, keep_inverse=keep_inverse, trace=trace)
-    with outside_exports(torch.no_grad()):
-        watch = watch_of(begun.state.active)
-        batches = Compaction(watch, stop_fn is not None) if drop_converged else Whole()
-        run = Run(f, begun.packing, solver, begun.state, batches, stop_fn)
-        if is_exporting():
-            evaluations = export(run, keep_inverse)
-        else:
-            iterations = solver.max_iter if begun.packing.batch else 0
-            evaluations = iterate(run.advance, iterations, watch, sync_every, solver.patience, run.resume)
-        return begun.finish(evaluations, batches.sample_evaluations)
+    options = Options(
+        solver=solver,
+        kernel=kernel,
+        groups=groups,
+        scale=scale,
+        stop_fn=stop_fn,
+        drop_converged=drop_converged,
+        trace=trace,
+    )
+    context = present_context()
+    if context == "torch.export":
+        return solve_in_export(f, z0, options)
+    if context == "torch.func":
+        check_plain("solve", z0)
+    check_values("z0", z0)
+    return Solve(z0, options)(f, z0)

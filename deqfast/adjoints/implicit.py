@@ -91,7 +91,7 @@ class Implicit(Adjoint):
         if plan.linearised is not None and rule.recorded.is_differentiable:
             rule.product = plan.linearised(plan.cell, z, x)
         value = attach(plan.forward_value(solution, rule.recorded.outputs, broken), rule.recorded, rule, broken)
-        return value, confirmed(solution, plan, z, rule.recorded.outputs)
+        return value, confirmed(solution, plan.options, z, rule.recorded.outputs)
 
     def derivative(self, plan: Plan) -> Derivative:
         return _Implicitly(self._solve(plan), pytree.tree_structure(plan.z0))

@@ -32,7 +32,7 @@ class JFB(Adjoint):
         z, x, broken = plan.without_broken(solution)
         recorded = Recorded(plan.cell, detached(z), x)
         value = attach(solution.value, recorded, Rule("JFB"), broken)
-        return value, confirmed(solution, plan, z, recorded.outputs)
+        return value, confirmed(solution, plan.options, z, recorded.outputs)
 
     def derivative(self, plan: Plan) -> Derivative:
         return Once("JFB")

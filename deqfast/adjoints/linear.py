@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..engine.solve import Options, Solve
 from ..execution.functorch import groups_of_members
 from ..execution.linearised import Product
-from ..execution.plan import Plan, reciprocal
+from ..execution.plan import Plan
 from ..solution import Solution
-from ..solve import solve
 from ..solvers import Solver
-from ..state.groups import Groups
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import known_finite, per_row, rows_of
@@ -32,28 +32,27 @@ class LinearSolve:
     products with A are needed: by a recorded evaluation, by compiled code, or by torch.func.
 
     Attributes:
-        solver: with atol=0.
-        kernel, sync_every: see ``deqfast.solve``.
-        groups: samples of several rows, if any.
-        scale: sizes of the tensors of u, if given.
+        options: those of the solve, for a tangent; the solver has atol=0.
+        of_transposed: those for a gradient, whose u has the inverse scale.
+        is_transposed: whether this is the solve for a gradient.
+        solve: makes the compiled solve.
         on_backward: called with the Solution.
     """
 
-    solver: Solver
-    kernel: str
-    sync_every: int | None
-    groups: Groups | None
-    scale: object
+    options: Options
+    of_transposed: Options
+    is_transposed: bool
+    solve: Callable[[Options, Any], Solve]
     on_backward: Callable[[Solution], None]
 
     @classmethod
     def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
         """Solve with the Jacobian at the plan's z*; u has the scale of z."""
-        return cls(solver, plan.kernel, plan.sync_every, plan.groups, plan.scale, plan.on_backward)
+        return cls(*plan.options.linear(solver), False, plan.solve, plan.on_backward)
 
     def transposed(self) -> LinearSolve:
-        """Solve with the transposed matrix; its u has the inverse scale."""
-        return self if self.scale is None else replace(self, scale=reciprocal(self.scale))
+        """Solve with the transposed matrix."""
+        return LinearSolve(self.of_transposed, self.options, not self.is_transposed, self.solve, self.on_backward)
 
     def __call__(
         self, products: Products | Product, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
@@ -70,15 +69,16 @@ class LinearSolve:
         if not all(map(known_finite, right)):
             finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in right]).all(dim=0)
             start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
-        groups = groups_of_members(self.groups, members)
+        groups = groups_of_members(self.options.groups, members)
+        options = self.options if groups is self.options.groups else replace(self.options, groups=groups)
         # The system is linear: with a right-hand side of size 1 the scale of the loss does not matter. Beyond 2^100 the
         # factor would not be representable.
-        factors = factors_of(self.scale, spec)
+        factors = factors_of(options.scale, spec)
         exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         of_rows = sizes if groups is None else groups.of_rows(sizes)
         start = [(g / per_row(of_rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes
-        solution = self._solve(products, start, spec, groups)
+        solution = self._solve(products, start, spec, options)
         values = [(u * per_row(of_rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
         residual = solution.residual_abs * sizes
         self.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
@@ -87,21 +87,14 @@ class LinearSolve:
         return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, right, strict=True)]
 
     def _solve(
-        self, products: Products | Product, start: list[Tensor], spec: pytree.TreeSpec, groups: Groups | None
+        self, products: Products | Product, start: list[Tensor], spec: pytree.TreeSpec, options: Options
     ) -> Solution:
         if isinstance(products, Product):
-            return products.solve(start, self.solver, self.kernel)
+            return products.solve(start, options)
 
         def f(u: object) -> object:
             pairs = zip(products(pytree.tree_leaves(u)), start, strict=True)
             return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], spec)
 
-        return solve(
-            f,
-            pytree.tree_unflatten(start, spec),
-            self.solver,
-            self.kernel,
-            groups=groups,
-            scale=self.scale,
-            sync_every=self.sync_every,
-        )
+        z0 = pytree.tree_unflatten(start, spec)
+        return (self.solve(options, z0) if options is self.options else Solve(z0, options))(f, z0)

@@ -53,7 +53,7 @@ class Neumann(Adjoint):
         with for_products(plan.cell):
             recorded = Recorded(uncompiled(plan.cell), pytree.tree_unflatten(leaves, spec), x)
         value = attach(solution.value, recorded, _Series(self, recorded.outputs, leaves), broken)
-        return value, confirmed(solution, plan, z, recorded.outputs)
+        return value, confirmed(solution, plan.options, z, recorded.outputs)
 
     def derivative(self, plan: Plan) -> Derivative:
         phantom = Phantom(self.steps, self.relaxation)  # the same at z*

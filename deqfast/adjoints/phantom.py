@@ -65,7 +65,7 @@ class Phantom(Adjoint):
 
         recorded = Recorded(damped_calls, detached(z), x)
         value = attach(plan.forward_value(solution, recorded.outputs, broken), recorded, Rule("Phantom"), broken)
-        return value, confirmed(solution, plan, z, first)
+        return value, confirmed(solution, plan.options, z, first)
 
     def damped(self, f: Callable[[list[Tensor]], list[Tensor]], z: list[Tensor]) -> list[Tensor]:
         """Value of the last damped call of f, starting at z."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number
+from ..engine.solve import check_inverse
 from ..execution.confirm import confirmed
-from ..execution.plan import Plan, reciprocal
+from ..execution.plan import Plan
 from ..solution import Solution
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
@@ -49,14 +50,17 @@ class SHINE(Adjoint):
         check_number("fallback", self.fallback, 1.0)
 
     def __call__(self, plan: Plan) -> tuple[Any, Solution]:
-        value, solution = super().__call__(replace(plan, keep_inverse=plan.is_differentiated))
+        if plan.is_differentiated:
+            check_inverse(plan.solver)
+            plan = replace(plan, options=replace(plan.options, keeps_inverse=True))
+        value, solution = super().__call__(plan)
         return value, replace(solution, transposed_inverse=None)  # or the history would live as long as the Solution
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)
         recorded = Recorded(plan.cell, detached(z), x)
         rule = _Shared(self.fallback, solution, plan)
-        return attach(solution.value, recorded, rule, broken), confirmed(solution, plan, z, recorded.outputs)
+        return attach(solution.value, recorded, rule, broken), confirmed(solution, plan.options, z, recorded.outputs)
 
 
 class _Shared(Rule):
@@ -67,7 +71,7 @@ class _Shared(Rule):
         assert solution.transposed_inverse is not None
         self.fallback, self.groups, self.inverse = fallback, plan.groups, solution.transposed_inverse
         self.spec = pytree.tree_structure(solution.value)
-        self.factors = factors_of(reciprocal(plan.scale), self.spec)
+        self.factors = factors_of(plan.options.linear(plan.solver)[1].scale, self.spec)
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         shared = pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, self.spec)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._checks import check_choice, check_count
-from ..execution.loop import finite_rows
+from ..engine.solve import check_finite
 from ..execution.plan import Plan
 from ..ops.steps.reference import Evaluation, evaluated
 from ..solution import Solution, Status
@@ -21,7 +21,7 @@ from ..state.packing import Packing, evaluate, version
 from ..state.rows import per_row, stand_in
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, leaves_behind, requiring_grad
-from ..torch_internals.dynamo import is_exporting, outside_exports
+from ..torch_internals.dynamo import outside_exports
 from ..torch_internals.transforms import values
 from ..torch_internals.weights import as_now, behind_held, next_node, tensors_of
 from .base import Adjoint
@@ -34,12 +34,13 @@ class Iterated(Adjoint):
     """
 
     def __call__(self, plan: Plan) -> tuple[Any, Solution]:
-        packing = Packing(plan.z0, plan.groups, plan.scale)
-        with outside_exports(torch.no_grad()):
-            finite_rows(packing, plan.z0)
+        packing = Packing(plan.z0, plan.groups, plan.options.scale)
+        if plan.context != "torch.export":
+            with torch.no_grad():
+                check_finite(values(packing.pack(plan.z0)))
         value, solution = self.iterate(plan, packing, plan.z0, plan.x)
         broken = solution.status == Status.NONFINITE
-        if is_exporting():
+        if plan.context == "torch.export":
             value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z, v), value, plan.z0)
             return value, replace(solution, value=value)
         if not bool(values(broken).any()):

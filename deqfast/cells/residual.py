@@ -11,6 +11,7 @@ from .._checks import check_count
 from ..ops import Kernel, check_kernel_name, kernel_name
 from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
+from ..torch_internals.dynamo import is_exporting
 from ..torch_internals.plain import fusible, is_plain
 from ..torch_internals.transforms import in_forward_mode, in_torch_func
 from .linear import Device, check_dtype
@@ -98,7 +99,9 @@ class ResidualCell(nn.Module):
                 )
             return Kernel("torch")
         served = fit and (y.dtype in DTYPES or self.kernel != "auto")
-        return Kernel(kernel_name(self.kernel if served else "torch", y.device.type))
+        if not served or (self.kernel == "auto" and is_exporting()):  # so that an export runs without deqfast
+            return Kernel("torch")
+        return Kernel(kernel_name(self.kernel, y.device.type))
 
     def extra_repr(self) -> str:
         return f"kernel={self.kernel!r}"

@@ -20,8 +20,8 @@ from .._checks import check_choice, check_count, check_number, did_you_mean
 from .._notice import Notice, warn
 from ..adjoints import Adjoint, Implicit, Phantom
 from ..cells.protocol import solving
+from ..engine.solve import Options, check_finite
 from ..execution.confirm import confirmed
-from ..execution.loop import finite_rows
 from ..execution.plan import Plan
 from ..execution.trajectory import Taps, solve_along
 from ..regularize import spectral_radius
@@ -34,7 +34,7 @@ from ..state.rows import per_row
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, in_order_of
 from ..torch_internals.dynamo import untraced
-from ..torch_internals.transforms import check_plain
+from ..torch_internals.transforms import check_plain, check_values
 from ..torch_internals.transforms import values as unwrapped
 from ..torch_internals.weights import hold_weights, modules_of
 
@@ -451,6 +451,8 @@ class DEQ(nn.Module):
         self, func: Any, z: Any, x: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any
     ) -> Any:
         z, bare = _checked_state(z)
+        check_plain("solve", z)
+        check_values("z_init", z)
         max_iter = given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter)
         check_count("f_max_iter", max_iter, 0)
         method = self._forward_method(given) if given else self.method
@@ -466,8 +468,7 @@ class DEQ(nn.Module):
             cell=(lambda z, x: _as_rows(cell(_without_rows(z, bare), x))) if any(bare) else cell,
             x=() if x is None else (x,),
             z0=detached(z),
-            solver=method.solver,
-            groups=None if groups is None else Packing(z, groups).groups,
+            options=Options(solver=method.solver, groups=None if groups is None else Packing(z, groups).groups),
             on_backward=on_backward,
             advances=self.training,
         )
@@ -579,7 +580,7 @@ def _solve(plan: Plan, method: _Method, at: list[int]) -> tuple[list[Any], Any, 
     kept = _Kept(plan, method)
     if method.is_bare:
         return _iterate(plan, kept, at)
-    states, solution = solve_along(replace(plan, cell=kept, solver=method.solver), at)
+    states, solution = solve_along(replace(plan, cell=kept, options=replace(plan.options, solver=method.solver)), at)
     if not len(solution.status):
         return states, solution.value, solution
     return states, *kept.choose(solution)
@@ -588,8 +589,7 @@ def _solve(plan: Plan, method: _Method, at: list[int]) -> tuple[list[Any], Any, 
 def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, Solution]:
     """What ``_solve`` returns, by all evaluations of a bare method. A sample that is not finite keeps its z0."""
     packing, taps = kept.packing, Taps(kept, at)
-    check_plain("solve", plan.z0)
-    finite_rows(packing, plan.z0)
+    check_finite(packing.pack(plan.z0))
     z = plan.z0
     with torch.no_grad():
         for _ in range(kept.method.max_iter):
@@ -766,7 +766,7 @@ def _attach(plan: Plan, method: _Method, gradient: _Gradient, solution: Solution
     tol = tol if solver.is_absolute else min(tol, 0.99)
     if tol != solver.tol:
         solver = replace(solver, atol=tol) if solver.is_absolute else replace(solver, rtol=tol)
-        plan = replace(plan, solver=solver)
+        plan = replace(plan, options=replace(plan.options, solver=solver))
     if plan.advances and not (records and isinstance(gradient.adjoint, Implicit)):
         return gradient.along_steps(plan, solution)
     value, solution = gradient.adjoint.differentiate(plan, solution)
@@ -806,7 +806,7 @@ class _Gradient:
                 if broken is not None:
                     state = pytree.tree_map(lambda v, s: torch.where(per_row(broken, v), v, s), solution.value, state)
                 states.append(state)
-        return states, confirmed(solution, plan, z, first) if solved else solution
+        return states, confirmed(solution, plan.options, z, first) if solved else solution
 
 
 def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:

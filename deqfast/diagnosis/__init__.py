@@ -15,7 +15,7 @@ from ..block import DEQBlock
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
 from ..state.groups import Groups
-from ..torch_internals.transforms import check_plain
+from ..torch_internals.transforms import check_plain, check_values
 from . import measure
 from .problem import Problem
 from .result import Diagnosis
@@ -70,6 +70,7 @@ def diagnose(
     with torch.inference_mode(False), torch.random.fork_rng(devices):
         plan = block._plan(x, block._initial_state(x) if z0 is None else z0, groups)
         check_plain("diagnose", plan.z0)
+        check_values("z0", plan.z0)
         problem = Problem(plan)
         if not problem.packing.batch:
             raise ValueError("x must hold at least one sample, got an empty batch")
@@ -119,7 +120,7 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
         difference=gap,
         alone=alone,
         sizes=measure.sizes(z),
-        scaled=plan.scale is not None,
+        scaled=plan.options.scale is not None,
         remedy=remedy,
         evaluations=problem.evaluations,
     )

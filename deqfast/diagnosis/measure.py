@@ -238,10 +238,7 @@ def gradient_errors(
         cell=lambda z, b: problem.map(torch.add, f(z), b),
         x=b,
         z0=z,
-        solver=plan.solver,
-        groups=plan.groups,
-        scale=plan.scale,
-        kernel=plan.kernel,
+        options=plan.options,
         on_backward=solved.append,
     )
     solution = problem.solve(Picard(TIGHT, max_iter=1), f, z)

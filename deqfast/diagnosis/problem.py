@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..cells.protocol import solving
+from ..engine.solve import Solve
 from ..execution.choose import choose
 from ..execution.plan import Plan
 from ..solution import Solution
-from ..solve import solve
 from ..solvers import Solver
 from ..state.norms import sample_norms
 from ..state.packing import Packing
@@ -37,9 +37,10 @@ class Problem:
 
     def __init__(self, plan: Plan) -> None:
         z0, x = (pytree.tree_map(_ordinary, tree) for tree in (plan.z0, plan.x))
-        plan = replace(plan, z0=detached(z0), x=x, on_backward=lambda solution: None, stop_fn=None, trace=False)
-        self.plan = replace(plan, graphs=None, compiled=None, linearised=None, drop_converged=False)
-        self.packing = Packing(z0, plan.groups, plan.scale)
+        options = replace(plan.options, stop_fn=None, trace=False, drop_converged=False)
+        plan = replace(plan, z0=detached(z0), x=x, options=options, on_backward=lambda solution: None)
+        self.plan = replace(plan, graphs=None, compiled=None, linearised=None)
+        self.packing = Packing(z0, plan.groups, options.scale)
         self.marks = mark_samples(x, self.packing.leaves[0].shape[0], plan.per_sample)
         self.evaluations = 0
         self._cell = uncompiled(plan.cell)
@@ -80,8 +81,8 @@ class Problem:
 
     def solve(self, solver: Solver, f: Callable[[Any], Any], z0: Any = None, trace: bool = False) -> Solution:
         """Solution of z = f(z) by any solver."""
-        plan, start = self.plan, self.plan.z0 if z0 is None else z0
-        return solve(f, start, solver, plan.kernel, groups=plan.groups, scale=plan.scale, trace=trace)
+        start = self.plan.z0 if z0 is None else z0
+        return Solve(start, replace(self.plan.options, solver=solver, trace=trace))(f, start)
 
     def leaves(self, tree: Any) -> list[Tensor]:
         """Leaves of a tree like z."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..solution import Solution
-from ..solve import solve
 from ..state.rows import dropped_samples, take_rows
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of
+from .export import solve_in_export
 from .functorch import solve_values
 from .plan import Plan
 
@@ -30,9 +28,9 @@ def choose(plan: Plan) -> Runner:
         return in_export
     if plan.context == "torch.func":
         return solve_values
-    by_solver = plan.solver.min_iter > 1 or plan.solver.mixing_fn is not None
-    in_steps = by_solver or plan.trace or plan.stop_fn is not None or plan.keep_inverse
-    if hasattr(plan.cell, "fixed_point") and not in_steps and plan.groups is None and plan.scale is None:
+    options = plan.options
+    in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
+    if hasattr(plan.cell, "fixed_point") and not in_steps and options.groups is None and options.scale is None:
         return by_cell
     return _by_solver(plan)
 
@@ -45,35 +43,24 @@ def _by_solver(plan: Plan) -> Runner:
 
 def in_loop(plan: Plan) -> Solution:
     """Run the eager loop."""
-    marks = dropped_samples(plan.x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample) if plan.drop_converged else []
-
-    def f(z: Any, rows: Tensor | None = None) -> Any:
-        return plan.cell(z, plan.x if rows is None else take_rows(plan.x, marks, rows))
-
-    return solve(
-        f,
-        plan.z0,
-        plan.solver,
-        plan.kernel,
-        groups=plan.groups,
-        scale=plan.scale,
-        stop_fn=plan.stop_fn,
-        sync_every=plan.sync_every,
-        drop_converged=plan.drop_converged,
-        trace=plan.trace,
-        keep_inverse=plan.keep_inverse,
-    )
+    cell, x = plan.cell, plan.x
+    if plan.options.drop_converged:
+        marks = dropped_samples(x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample)
+        return plan.solve(plan.options, plan.z0)(
+            lambda z, rows: cell(z, x if rows is None else take_rows(x, marks, rows)), plan.z0
+        )
+    return plan.solve(plan.options, plan.z0)(lambda z: cell(z, x), plan.z0, plan.is_fresh)
 
 
 def in_export(plan: Plan) -> Solution:
     """Put the solve into the exported program, which keeps all samples in the batch and records no trace."""
-    return in_loop(replace(plan, drop_converged=False, trace=False))
+    return solve_in_export(lambda z: plan.cell(z, plan.x), plan.z0, plan.options)
 
 
 def by_cell(plan: Plan) -> Solution:
     """Call the cell's own ``fixed_point``; if it returns None, run graphs, compiled code or the loop."""
     with torch.no_grad():
-        solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.kernel)  # type: ignore[attr-defined]  # a hook
+        solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.options.kernel)  # type: ignore[attr-defined]  # a hook
     if solution is None:
         return _by_solver(plan)(plan)
     # A copy, because the cell may return the same Solution again; its tree may be in another order of keys than z0's.
@@ -84,10 +71,10 @@ def by_cell(plan: Plan) -> Solution:
 def by_graphs(plan: Plan) -> Solution:
     """Replay the block's CUDA graphs."""
     assert plan.graphs is not None
-    return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.solver, plan.kernel, plan.sync_every)
+    return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.options)
 
 
 def by_compiled_code(plan: Plan) -> Solution:
     """Run the block's compiled code."""
     assert plan.compiled is not None
-    return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.solver, plan.kernel, plan.keep_inverse)
+    return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.options)

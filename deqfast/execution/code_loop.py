@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ..ops import Kernel, empty_history
+from ..ops import Kernel
 from ..ops.steps import PROGRESS
 from ..ops.steps.loops import PARTS, c_functions
 from ..solvers import Anderson, Broyden, Picard, Solver
@@ -59,7 +59,8 @@ class Loop:
 
     def new_history(self, batch: int) -> Tensor:
         """The tensor `history` of a solve of `batch` samples."""
-        return empty_history((self.history[0], batch, *self.history[1:]), self.history_dtype, self.start.z.device)
+        shape = self.history[0], batch, *self.history[1:]
+        return self.start.kernel.history(shape, self.history_dtype, self.start.z.device)
 
     def state(self, z: Tensor, values: Tensor, history: Tensor, iterations: Tensor) -> State:
         """State at the end of a solve that keeps its inverse, for rows z (B, D)."""
@@ -74,9 +75,9 @@ def serves(solver: Solver) -> bool:
     return type(solver) in (Picard, Anderson, Broyden)
 
 
-def loop_of(packing: Packing, solver: Solver, z: Tensor, keep_inverse: bool = False) -> Loop:
+def loop_of(packing: Packing, solver: Solver, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> Loop:
     """Loop for batches of any size with samples like the rows z (B, D), if the loop ``serves`` the solver."""
-    start = solver.init(z[:0], Kernel(KERNEL), keep_inverse)
+    start = solver.init(z[:0], kernel, keep_inverse)
     name, _, numbers = solver.operation(start)
     parts, dim = PARTS[name], z.shape[1]
     histories = [getattr(start, part) for part in parts.history] or [z.new_empty(0)]
@@ -111,7 +112,7 @@ def solve_in_code(
         value = cell(of_batch.unpack(z), x)
         rule = loop.solver.rule(of_batch.stall_floor(value))
         numbers = [float(number) for number in (*rule, *loop.numbers)]
-        fz = of_batch.pack_value(value, z)
+        fz = of_batch.rows_of_value(value).clone()
         return (loop.step(values, counts, status, history, fz, loop.solver.max_iter, numbers),)
 
     (running,) = torch.while_loop(torch.clone, body, (running,))

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import choose_kernel
+from ..engine.solve import Options, Solve, inverse_of, not_finite, solution_of
+from ..ops import Kernel, choose_kernel
 from ..solution import Solution
-from ..solvers import Solver
 from ..state.packing import Packing, evaluate
 from ..torch_internals import pytree
 from ..torch_internals.dynamo import Codes, is_failed_trace, reason
-from ..torch_internals.transforms import check_plain
 from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, serves, solve_in_code
-from .loop import Begun, check_inverse, inverse_of, not_finite
 from .refusals import check_served, kinds
 
 
@@ -37,7 +35,7 @@ class Compiled:
         self._codes = Codes(solve_in_code, _options)
         self._loops: dict[Any, Loop] = {}
 
-    def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, keep_inverse: bool = False) -> Solution:
+    def solve(self, cell: Any, x: Any, z0: Any, options: Options) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x).
 
         Raises:
@@ -45,17 +43,16 @@ class Compiled:
             RuntimeError: z0 has no kernel "cpp", z0 has less precision than float32 before torch 2.14, or torch.compile
                 cannot compile the cell, with the reason.
         """
-        check_plain("solve", z0)
-        packing = Packing(z0)
-        key = packing.signature_of_sample(), packing.products_eps, solver, kernel, keep_inverse
+        packing, solver = Packing(z0), options.solver
+        key = packing.signature_of_sample(), packing.products_eps, solver, options.kernel, options.keeps_inverse
         with torch.inference_mode(False), torch.no_grad():
             z = packing.pack(z0)
             if key not in self._loops:
-                _check(solver, kernel, packing, keep_inverse)
-                self._loops[key] = loop_of(packing, solver, z, keep_inverse)
+                _check(packing, options)
+                self._loops[key] = loop_of(packing, solver, z, Kernel(KERNEL), options.keeps_inverse)
             loop = self._loops[key]
             if not packing.batch:
-                return Begun(packing, solver, loop.start, keep_inverse).finish(0, 0)
+                return Solve(z0, options)(cell, z0)
             history = loop.new_history(packing.batch)
             # Without a graph: otherwise code would be compiled for each choice of tensors that require a gradient.
             x = x.detach() if isinstance(x, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, x)
@@ -65,17 +62,8 @@ class Compiled:
             calls = int(evaluations)
             if not calls:
                 raise not_finite(torch.isfinite(z).all(dim=1))
-            solution = Solution(
-                value=packing.unpack(value),
-                status=status,
-                iterations=iterations,
-                residual=absolute if solver.is_absolute else relative,
-                residual_rel=relative,
-                residual_abs=absolute,
-                evaluations=calls,
-                sample_evaluations=calls * packing.batch,
-            )
-            if not keep_inverse:
+            solution = solution_of(packing, solver, value, status, iterations, (relative, absolute), calls)
+            if not options.keeps_inverse:
                 return solution
             inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
 
@@ -99,12 +87,12 @@ class Compiled:
         return {**self.__dict__, "_loops": {}}
 
 
-def _check(solver: Solver, kernel: str, packing: Packing, keep_inverse: bool) -> None:
+def _check(packing: Packing, options: Options) -> None:
     """Raise the errors of ``Compiled.solve`` if the solve cannot be compiled."""
+    solver, kernel = options.solver, options.kernel
     if not serves(solver):
         raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
     check_served("compile", kinds(solver), f" of {solver}")
-    check_inverse(solver, keep_inverse)
     short = [leaf.dtype for leaf in packing.leaves if leaf.dtype in (torch.bfloat16, torch.float16)]
     if short and not IS_NEW:
         raise RuntimeError(

@@ -11,49 +11,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.solve import Options, solution_of
+from ..ops import choose_kernel
 from ..ops.steps.reference import end
+from ..solution import Solution
 from ..solvers import Solver
 from ..solvers.base import State
 from ..solvers.multisecant import MultisecantState
-from ..state.packing import Packing
+from ..state.packing import Packing, evaluate
 from ..torch_internals.dynamo import reason
 from .code_loop import IS_NEW, KERNEL, code_options, loop_of, serves, solve_in_code
 
 _solves = itertools.count(1)
 
 
-def iterate_in_code(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor | None:
-    """Run a solve from its first evaluation to its end by C++ steps, and return the evaluations, () int64.
+def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solution:
+    """Solve in an exported program, by a loop that keeps all samples in the batch.
 
-    Returns None, without any change, if the kernel is another one, if samples have several rows, or, with a warning, if
-    the loop cannot contain f.
+    The kernel "auto" is torch, so that the program runs without deqfast. If the loop cannot hold f, or if samples have
+    several rows, the program makes all evaluations. An export raises no error if z0 is not finite: its samples end as
+    NONFINITE.
+
+    Raises:
+        ValueError: options of ``refusals.REFUSED["torch.export"]`` are given, or the solver is not one of deqfast's.
     """
-    if not serves(solver) or state.kernel.name != KERNEL or packing.groups is not None:
-        return None
-    loop = loop_of(packing, solver, state.z)
-    history = loop.new_history(packing.batch)
-    try:
-        # An export raises no error if z0 is not finite: its samples end as NONFINITE.
-        results = solve_in_code(lambda z, _: f(z), None, loop, state.z, history, next(_solves))
-    except Exception as error:
-        _warn(error)
-        return None
-    state.best, state.status, state.iterations, *residuals, evaluations = results
-    state.residual = torch.stack(residuals)
-    return evaluations
+    solver, name = options.solver, "torch" if options.kernel == "auto" else options.kernel
+    if not serves(solver):
+        raise ValueError(f"torch.export serves Picard, Anderson and Broyden, whose steps are ops, got {solver}")
+    packing = Packing(z0, options.groups, options.scale)
+    kernel, z = replace(choose_kernel(name, packing.device), in_graph=True), packing.pack(z0)
+    if packing.groups is None and kernel.name == KERNEL:
+        loop = loop_of(packing, solver, z, kernel)
+        try:
+            results = solve_in_code(lambda z, _: f(z), None, loop, z, loop.new_history(packing.batch), next(_solves))
+        except Exception as error:
+            _warn(error)
+        else:
+            best, status, iterations, *residuals, evaluations = results
+            return solution_of(packing, solver, best, status, iterations, residuals, evaluations)
+    state = solver.init(z, kernel)
+    evaluations = _iterate(f, packing, solver, state)
+    ended = state.best, state.status, state.iterations, state.residual.unbind()
+    return solution_of(packing, solver, *ended, evaluations)
 
 
 def _warn(error: Exception) -> None:
     told = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
-    warnings.warn(f"{told}: {reason(error)}", stacklevel=3)
+    warnings.warn(f"{told}: {reason(error)}", stacklevel=4)
 
 
-def iterate_in_graph(
-    f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State, first: int
-) -> Tensor | None:
-    """As ``iterate_in_code``, by torch's own operations, for a solve after its `first` evaluations."""
-    if not serves(solver) or state.kernel.name != "torch" or packing.groups is not None:
-        return None
+def _iterate(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Any:
+    """Make the first evaluation, then all others in a loop; return their number, a tensor if the loop counts them."""
+    value = evaluate(f, packing.unpack(state.z))
+    state.rule, last = solver.rule(packing.stall_floor(value)), solver.max_iter - 1
+    _step(solver, state, packing.rows_of_value(value), 0, last == 0)
+    if state.kernel.name == "torch" and packing.groups is None:
+        try:
+            return _loop(f, packing, solver, state)
+        except Exception as error:
+            _warn(error)
+    for k in range(1, solver.max_iter):
+        _step(solver, state, packing.rows_of_value(evaluate(f, packing.unpack(state.z))), k, k == last)
+    return solver.max_iter
+
+
+def _step(solver: Solver, state: State, rows: Tensor, k: Any, last: bool) -> None:
+    """Step of a graph, whose values all have memory of their own."""
+    name, tensors, numbers = solver.operation(state)
+    fz, rule = rows.clone(), state.rule or solver.rule()
+    state.kernel.step(name, rule, *numbers)(state.z, fz, *state.monitor(), *tensors, k, last)
+    if isinstance(state, MultisecantState):
+        state.f_prev = fz
+
+
+def _loop(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor:
+    """All evaluations but the first, in torch's ``while_loop``; return the number of all, () int64."""
     of_sample = packing.resized(0)  # a loop takes no size of the batch from outside
     tensors = {each.name: getattr(state, each.name) for each in fields(state)}
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
@@ -65,19 +97,12 @@ def iterate_in_graph(
         copies: dict[str, Any] = {name: t.clone() for name, t in zip(tensors, now, strict=True)}
         own = replace(state, **copies)
         of_batch = of_sample.resized(own.z.shape[0])
-        rows = of_batch.pack_value(f(of_batch.unpack(own.z)), own.z)
-        Solver.advance(solver, own, rows, k, False)
-        if isinstance(own, MultisecantState):
-            own.f_prev = rows.clone()
+        _step(solver, own, of_batch.rows_of_value(f(of_batch.unpack(own.z))), k, False)
         return k + 1, *(getattr(own, name) for name in tensors)
 
     # Without dimensions: torch.onnx.export treats a size of 1 as variable, and nothing could be added to it.
-    start = torch.full((), first, dtype=torch.int64, device=state.z.device)
-    try:
-        evaluations, *ended = torch.while_loop(is_running, body, (start, *tensors.values()))
-    except Exception as error:
-        _warn(error)
-        return None
+    start = torch.full((), 1, dtype=torch.int64, device=state.z.device)
+    evaluations, *ended = torch.while_loop(is_running, body, (start, *tensors.values()))
     # Copies: the results of a loop must not be written to, and an offset that torch does not know keeps them out of the
     # next loop.
     for name, tensor in zip(tensors, ended, strict=True):

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.solve import Solve
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution
-from ..solve import solve
 from ..state.groups import Groups
 from ..state.packing import Packing
 from ..state.rows import per_row
@@ -297,11 +297,11 @@ def solve_values(plan: Plan) -> Solution:
         def cell(z: Any) -> Any:
             return pytree.tree_unflatten(f(pytree.tree_leaves(z)), spec)
 
-        of_all = replace(plan, groups=groups_of_members(plan.groups, members))
-        settings: dict[str, Any] = {"groups": of_all.groups, "scale": plan.scale, "sync_every": plan.sync_every}
-        solution = solve(cell, pytree.tree_unflatten(z0, spec), plan.solver, plan.kernel, **settings)
+        options = replace(plan.options, groups=groups_of_members(plan.groups, members))
+        start = pytree.tree_unflatten(z0, spec)
+        solution = Solve(start, options)(cell, start)
         leaves = pytree.tree_leaves(solution.value)
-        solved.append(confirmed(solution, of_all, solution.value, f(leaves)))
+        solved.append(confirmed(solution, options, solution.value, f(leaves)))
         measures = solution.residual, solution.residual_rel, solution.residual_abs
         return [*leaves, solved[-1].status, solution.iterations, *(m.clone() for m in measures)]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..engine.solve import Options
 from ..ops.registry import library
 from ..solution import Solution
-from ..solvers import Solver
 from ..state.packing import Packing
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of, keep, kept, vjp
@@ -50,12 +50,12 @@ class Product:
     loops: Compiled
     leaves: list[Tensor]
 
-    def solve(self, start: list[Tensor], solver: Solver, kernel: str) -> Solution:
+    def solve(self, start: list[Tensor], options: Options) -> Solution:
         """Solve u = J^T u + start from `start`, leaves like those of z*; the value is a list of leaves too."""
         start = [torch.empty_like(z).copy_(g) for z, g in zip(self.leaves, start, strict=True)]
         with torch.autocast(start[0].device.type, enabled=False):  # the graph contains its casts
             saved = [kept(tensor) for tensor in self.saved]
-            return self.loops.solve(_affine, (self.graph, saved, start), start, solver, kernel)
+            return self.loops.solve(_affine, (self.graph, saved, start), start, options)
 
 
 def _affine(u: list[Tensor], given: tuple[fx.GraphModule, list[Tensor], list[Tensor]]) -> list[Tensor]:

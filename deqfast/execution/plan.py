@@ -4,42 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..engine.layout import Solves
+from ..engine.solve import Options, Solve
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.groups import Groups
 from ..state.rows import per_row, without_broken
 from ..torch_internals import pytree
-from ..torch_internals.dynamo import is_exporting
-from ..torch_internals.transforms import in_forward_mode, in_torch_func
+from ..torch_internals.transforms import Context, present_context
 from .compiled import Compiled
 from .cuda_graph import Graphs
 from .linearised import Linearised
-from .loop import StopFn
-
-Context = Literal["eager", "torch.func", "torch.export"]
 
 
-def present_context() -> Context:
-    """Return where this call runs; "torch.func" stands for forward-mode AD too.
-
-    ``torch.compile`` does not count: it runs a block as one op, and that op runs eagerly.
-    """
-    if is_exporting():
-        return "torch.export"
-    return "torch.func" if in_torch_func() or in_forward_mode() else "eager"
-
-
-def reciprocal(scale: Any) -> Any:
-    """Tree of the reciprocals, None for None. A gradient has the inverse scale of its tensor."""
-    return None if scale is None else pytree.tree_map(lambda number: 1 / number, scale)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Plan:
     """Forward pass of a block: solve z = cell(z, x) from z0.
 
@@ -47,46 +30,46 @@ class Plan:
         cell: the map (z, x) -> z.
         x: the injection, a tensor or a pytree.
         z0: start of the iteration.
-        solver: the solver of the forward solve.
-        groups: samples of several rows, if any; of the backward solve too.
-        scale: sizes of the tensors of the state, if given.
+        options: those of the forward solve; kernel, groups and scale are those of the backward solve too.
+        is_fresh: z0 is finite, and nobody else uses its memory.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
-        kernel: name of the kernels of all solves, forward and backward.
-        sync_every: iterations between checks whether all samples are done, forward and backward.
-        drop_converged: give the cell only the rows of running samples.
+        solves: keeps the compiled solves, if given.
         graphs: if given, these capture the forward solve and replay it.
         compiled: if given, its code runs the forward solve.
         linearised: if given, its code runs the backward solve of ``Implicit``.
         context: where the forward pass runs.
-        trace: record the residual after every evaluation.
-        stop_fn: a second rule that ends samples.
-        keep_inverse: keep the solver's history for ``Solution.transposed_inverse``.
         on_backward: called with the Solution of a backward solve.
         advances: the returned value is not z* but the result of the gradient's own calls of the cell.
     """
 
-    # What is solved.
     cell: Callable[[Any, Any], Any]
     x: Any
     z0: Any
-    solver: Solver
-    groups: Groups | None = None
-    scale: Any = None
+    options: Options
+    is_fresh: bool = False
     per_sample: Any = None
-    # How it is executed.
-    kernel: str = "auto"
-    sync_every: int | None = None
-    drop_converged: bool = False
+    solves: Solves | None = None
     graphs: Graphs | None = None
     compiled: Compiled | None = None
     linearised: Linearised | None = None
     context: Context = field(default_factory=present_context)
-    # What is recorded, and what is called back.
-    trace: bool = False
-    stop_fn: StopFn | None = None
-    keep_inverse: bool = False
     on_backward: Callable[[Solution], None]
     advances: bool = False
+
+    @property
+    def solver(self) -> Solver:
+        """Solver of the forward solve."""
+        return self.options.solver
+
+    @property
+    def groups(self) -> Groups | None:
+        """Samples of several rows, if any."""
+        groups: Groups | None = self.options.groups
+        return groups
+
+    def solve(self, options: Options, z0: Any) -> Solve:
+        """Solve from z0 with these options, kept for later calls if they are the block's own."""
+        return Solve(z0, options) if self.solves is None else self.solves.of(options, z0)
 
     @property
     def is_differentiated(self) -> bool:
@@ -100,7 +83,7 @@ class Plan:
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
         """(z*, x, broken), see ``rows.without_broken``."""
-        return without_broken(self.cell, self.x, solution, self.groups, self.per_sample)
+        return without_broken(self.cell, self.x, solution, self.options.groups, self.per_sample)
 
     def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:
         """Value that gets the gradient: z*, or `outputs` in all rows that did not break down."""

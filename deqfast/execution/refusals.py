@@ -30,7 +30,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "stop_fn": _ONE_CODE,
         "groups": _ONE_CODE,
         "scale": _ONE_CODE,
-        "sync_every": "its loop checks after every evaluation",
         "mixing_fn": "its loop calls no Python",
         "cuda_graph": "it serves CPUs",
         "Auto": _BY_VALUES,
@@ -80,7 +79,6 @@ _ATTRIBUTES = {
     "stop_fn": "stop_fn",
     "groups": "groups",
     "scale": "scale",
-    "sync_every": "sync_every",
     "cuda_graph": "graphs",
     "compile": "compiled",
 }

@@ -40,10 +40,12 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
     A sample that ends earlier has its value of the Solution there. This always runs the eager loop for whole batches,
     because graphs and compiled code count no calls.
     """
+    if plan.options.drop_converged:
+        plan = replace(plan, options=replace(plan.options, drop_converged=False))
     if not at:
-        return [], in_loop(replace(plan, drop_converged=False) if plan.drop_converged else plan)
+        return [], in_loop(plan)
     taps = Taps(plan.cell, at)
-    solution = in_loop(replace(plan, cell=taps, drop_converged=False))
+    solution = in_loop(replace(plan, cell=taps))
     rows = solution.iterations if plan.groups is None else plan.groups.of_rows(solution.iterations)
 
     def with_values(state: Any, at: int) -> Any:

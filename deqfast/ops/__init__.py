@@ -6,7 +6,7 @@ from . import collapse, fc, norm_act, steps  # noqa: F401  (schemas come before 
 from .._extension import Availability
 from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel, kernel_name
 from .fc import ACTIVATIONS
-from .memory import empty_history, empty_products, release_memory
+from .memory import empty_history, release_memory
 
 __all__ = [
     "ACTIVATIONS",
@@ -17,7 +17,6 @@ __all__ = [
     "check_kernel_name",
     "choose_kernel",
     "empty_history",
-    "empty_products",
     "kernel_name",
     "release_memory",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,8 @@ from .._checks import check_choice
 from .._extension import Availability
 from ..kernels.constants import MAX_GPU_HISTORY
 from ..torch_internals.dispatch import runs_only
-from ..torch_internals.dynamo import constant_in_traces, is_exporting
+from ..torch_internals.dynamo import constant_in_traces
+from .memory import empty_history
 from .registry import OPS
 from .steps import StopRule
 
@@ -65,9 +66,13 @@ _REFERENCES = {name: op.reference for name, op in OPS.items()}
 
 @dataclass(frozen=True)
 class Kernel:
-    """The chosen implementation of every op."""
+    """The chosen implementation of every op.
+
+    in_graph: the steps become part of an exported graph, in which all memory has values.
+    """
 
     name: str
+    in_graph: bool = False
 
     def op(self, name: str) -> Callable[..., Any]:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
@@ -75,16 +80,33 @@ class Kernel:
             return _REFERENCES[name]
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
 
-    def step(self, name: str, tensors: Sequence[Tensor], k: int, last: bool, rule: StopRule, *numbers: float) -> None:
-        """Run the step `name` of a solve whose steps all have tensors of the same layouts.
+    def step(self, name: str, rule: StopRule, *numbers: float) -> Callable[..., None]:
+        """The step `name` with these numbers, as a function of its tensors, k and last, for all steps of a solve.
 
-        The op checks the arguments of the first step. Later steps of Triton are launched without the op if torch does
-        not need to see them: the op and its checks take longer than the launches.
+        Triton's op checks the arguments of the first step. Later steps are launched without the op if torch does not
+        need to see them: the op and its checks take longer than the launches.
         """
-        if self.name == "triton" and runs_only(*tensors[:2]) and k:
-            OPS[name].launch(*tensors, k, last, rule, *numbers)
-        else:
-            self.op(name)(*tensors, k, last, *rule, *numbers)
+        op, given = self.op(name), (*rule, *numbers)
+        if self.name != "triton":
+            op = getattr(op, "default", op)
+            return lambda *arguments: op(*arguments, *given)
+        launch = OPS[name].launch
+
+        def step(*arguments: Any) -> None:
+            if arguments[-2] and runs_only(*arguments[:2]):
+                launch(*arguments, rule, *numbers)
+            else:
+                op(*arguments, *given)
+
+        return step
+
+    def history(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a solve's history. In a graph it is zeros, which stand for pairs that change nothing."""
+        return (torch.zeros if self.in_graph else empty_history)(shape, dtype=dtype, device=device)
+
+    def products(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As ``history``, for the products of pairs: in ordinary pages, of which a short solve uses few."""
+        return (torch.zeros if self.in_graph else torch.empty)(shape, dtype=dtype, device=device)
 
     @property
     def max_history(self) -> int | None:
@@ -112,20 +134,13 @@ def _warn_of_fallback(reasons: str) -> None:
     warnings.warn(f"deqfast: kernel='auto' falls back to the slower torch: {reasons}", stacklevel=4)
 
 
-def _is_exported(kernel: str) -> bool:
-    """Return whether this is an export with kernel "auto", which takes plain torch, so that it runs without deqfast."""
-    return kernel == "auto" and is_exporting()
-
-
 def choose_kernel(kernel: str, device: torch.device) -> Kernel:
     """Resolve `kernel` for tensors on `device`.
 
     "auto" takes cuda, then triton, on CUDA tensors, and cpp on CPU tensors. If these are not available, it takes torch
-    and warns once. In an export it takes torch. A kernel chosen by name that cannot run raises RuntimeError.
+    and warns once. A kernel chosen by name that cannot run raises RuntimeError.
     """
     check_kernel_name(kernel)
-    if _is_exported(kernel):
-        return Kernel("torch")
     if kernel == "auto":
         preferred = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}.get(device.type, ())
         name = next((name for name in preferred if _availability(name)), "torch")
@@ -148,10 +163,6 @@ def looked_up(name: str, device_type: str) -> str:
 
 
 @constant_in_traces
-def _constant_name(name: str, device_type: str) -> str:
-    return looked_up(name, device_type)
-
-
 def kernel_name(name: str, device_type: str) -> str:
     """Name of the kernel that `name` stands for, a constant in a trace."""
-    return "torch" if _is_exported(name) else _constant_name(name, device_type)
+    return looked_up(name, device_type)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .. import _extension
-from ..torch_internals.dynamo import is_exporting
 
 SMALLEST = 1 << 20  # bytes; smaller blocks come from memory that the process already has
 PATIENCE = 8  # requests that a free block survives without fitting any
@@ -56,23 +55,14 @@ def release_memory() -> None:
     _blocks.kept = [block for block in _blocks.kept if not block.is_free]
 
 
-def empty_products(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory for the products of a history's pairs, in ordinary pages, of which a short solve uses few.
-
-    In an export it is zeros, which stand for pairs that change nothing.
-    """
-    return (torch.zeros if is_exporting() else torch.empty)(shape, dtype=dtype, device=device)
-
-
 def empty_history(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory for a solve's history; on a CPU fresh memory has large pages, if the system has them.
 
-    On the CPU the tensor owns its memory only while it lives itself: a view must not outlive it. In an export it is
-    zeros, which stand for pairs that change nothing.
+    On the CPU the tensor owns its memory only while it lives itself: a view must not outlive it.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if is_exporting() or device.type != "cpu" or nbytes < SMALLEST:
-        return empty_products(shape, dtype, device)
+    if device.type != "cpu" or nbytes < SMALLEST:
+        return torch.empty(shape, dtype=dtype, device=device)
     block = _blocks.free(nbytes)
     memory = block.memory if block else torch.empty(nbytes, dtype=torch.uint8, device=device)
     if block is None and _extension.cpp_module is not None:

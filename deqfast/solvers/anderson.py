@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._checks import check_choice, check_number
 from ..kernels.constants import ANDERSON_I, ANDERSON_II
-from ..ops import Kernel, empty_history, empty_products
+from ..ops import Kernel
 from .base import MixingFn, State
 from .multisecant import Multisecant
 
@@ -43,8 +43,8 @@ class MixedState(State):
             unit = largest / torch.frexp(largest).mantissa
             self.unit = torch.where((unit > 0) & (unit < math.inf), unit, 1)
             shape = len(target), self.slots, width + target.shape[1]
-            self.pairs = empty_history(shape, target.dtype, target.device)
-            self.gram = empty_products((len(target), self.slots + 2, self.slots), target.dtype, target.device)
+            self.pairs = self.kernel.history(shape, target.dtype, target.device)
+            self.gram = self.kernel.products((len(target), self.slots + 2, self.slots), target.dtype, target.device)
         elif before.shape[1] != width + target.shape[1]:
             first = before.shape[1] - target.shape[1]
             raise ValueError(f"mixing_fn's error must keep its {first} numbers per sample, got {width} at call {k + 1}")
@@ -148,8 +148,8 @@ class Anderson(Multisecant):
         if not isinstance(state, MixedState):
             super().advance(state, fz, k, last)
             return
-        judged = (state.z, fz, *state.monitor())
-        state.kernel.step("picard_step", judged, k, last, state.rule or self.rule(), 0.0)  # z stays as it is
+        judge = state.kernel.step("picard_step", state.rule or self.rule(), 0.0)
+        judge(state.z, fz, *state.monitor(), k, last)  # z stays as it is
         if last:
             return
         error, proposal = state.mixed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from ..ops import Kernel
 from ..ops.steps import PROGRESS, StopRule
 
 MixingFn = Callable[..., tuple[Tensor, Any]]
+Step = Callable[[Tensor, int, bool], None]
 FIRST, START, LEAST = map(PROGRESS.index, ("first", "start", "least"))
 # With atol / rtol above this, float32 could not represent the residuals.
 MAX_ATOL = 1e20
@@ -168,9 +170,18 @@ class Solver(ChecksKeywords):
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
         """Judge f(z) = `fz` (B, D), the value number `k` from 0, and step; `fz` is kept until the next step."""
+        self.launcher(state)(fz, k, last)
+
+    def bind(self, state: State) -> Step:
+        """``advance`` for one state, as a function of fz, k and last: what is the same in all steps is done once."""
+        is_own = type(self).advance is not Solver.advance
+        return partial(self.advance, state) if is_own else self.launcher(state)
+
+    def launcher(self, state: State) -> Step:
+        """Step by the solver's op."""
         name, tensors, numbers = self.operation(state)
-        rule = state.rule or self.rule()
-        state.kernel.step(name, (state.z, fz, *state.monitor(), *tensors), k, last, rule, *numbers)
+        step, z, rest = state.kernel.step(name, state.rule or self.rule(), *numbers), state.z, state.monitor() + tensors
+        return lambda fz, k, last: step(z, fz, *rest, k, last)
 
     @property
     def patience(self) -> int:

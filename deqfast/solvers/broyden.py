@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .._checks import check_choice, check_number
 from ..kernels.constants import BROYDEN_BAD, BROYDEN_GOOD
-from ..ops import Kernel, empty_history, empty_products
+from ..ops import Kernel
 from .base import State
-from .multisecant import Multisecant, SecantState
+from .multisecant import Multisecant
 
 
 @dataclass
-class StepsState(SecantState):
+class StepsState(State):
     """State of a solve whose history is only its steps; see ``broyden_step``."""
 
     steps: Tensor = field(kw_only=True)
@@ -25,9 +25,6 @@ class StepsState(SecantState):
     def restart(self, z: Tensor) -> None:
         super().restart(z)
         self.first.zero_()
-
-    def operation(self, method: tuple[int, float, float, float]) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-        return "broyden_step", (self.steps, self.gram, self.first), ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,11 @@ class Broyden(Multisecant):
     def method(self) -> tuple[int, float, float, float]:
         return BROYDEN_GOOD if self.kind == "good" else BROYDEN_BAD, self.relaxation, 1.0, 0.0
 
+    def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
+        if isinstance(state, StepsState):
+            return "broyden_step", (state.steps, state.gram, state.first), ()
+        return super().operation(state)
+
     def keeps_only_steps(self, dtype: torch.dtype, kernel: Kernel) -> bool:
         """Return whether a solve needs only the steps, for a state of this dtype on this kernel."""
         whole = self.history_size is None or self.history_size >= self.max_iter - 1
@@ -87,7 +89,7 @@ class Broyden(Multisecant):
         return StepsState.start(
             z,
             kernel,
-            steps=empty_history((batch, rows, dim), z.dtype, z.device),
-            gram=empty_products((batch, rows, rows), z.dtype, z.device),
+            steps=kernel.history((batch, rows, dim), z.dtype, z.device),
+            gram=kernel.products((batch, rows, rows), z.dtype, z.device),
             first=torch.zeros(batch, dtype=torch.int32, device=z.device),
         )

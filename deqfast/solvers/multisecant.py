@@ -13,29 +13,15 @@ import torch
 from torch import Tensor
 
 from .._checks import check_count
-from ..ops import Kernel, empty_history, empty_products
+from ..ops import Kernel
 from ..state.previous import PreviousValue
-from .base import Solver, State
+from .base import Solver, State, Step
 
 HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-class SecantState(State):
-    """State of a solve that learns from differences of its steps or of f."""
-
-    def operation(self, method: tuple[int, float, float, float]) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-        """The step op, its tensors after the monitor's, and its numbers after the rule's."""
-        raise NotImplementedError
-
-    def check(self, fz: Tensor, k: int) -> None:
-        """Check f's value number `k`, before the step."""
-
-    def keep(self, fz: Tensor, k: int) -> None:
-        """Keep what the next step needs of f's value number `k`."""
-
-
 @dataclass
-class MultisecantState(SecantState):
+class MultisecantState(State):
     """State of a solve with a window of pairs; see ``multisecant_step`` in ``deqfast.ops`` for its tensors."""
 
     f_prev: Tensor = field(kw_only=True)  # f at the previous iterate
@@ -47,15 +33,6 @@ class MultisecantState(SecantState):
     def restart(self, z: Tensor) -> None:
         super().restart(z)
         self.previous = PreviousValue()
-
-    def operation(self, method: tuple[int, float, float, float]) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-        return "multisecant_step", (self.f_prev, self.left, self.df, self.gram), method
-
-    def check(self, fz: Tensor, k: int) -> None:
-        self.previous.check(fz, self.f_prev, k)
-
-    def keep(self, fz: Tensor, k: int) -> None:
-        self.f_prev = self.previous.keep(fz, k)
 
 
 class Multisecant(Solver):
@@ -97,20 +74,28 @@ class Multisecant(Solver):
             z,
             kernel,
             f_prev=z,
-            left=empty_history((batch, history, dim), dtype, z.device),
-            df=empty_history((batch, history, dim), dtype, z.device),
-            gram=empty_products((batch, history + 2, history), z.dtype, z.device),
+            left=kernel.history((batch, history, dim), dtype, z.device),
+            df=kernel.history((batch, history, dim), dtype, z.device),
+            gram=kernel.products((batch, history + 2, history), z.dtype, z.device),
         )
 
-    def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
-        assert isinstance(state, SecantState)
-        state.check(fz, k)
-        super().advance(state, fz, k, last)
-        state.keep(fz, k)
+    def launcher(self, state: State) -> Step:
+        if not isinstance(state, MultisecantState):
+            return super().launcher(state)
+        name, (_, *pairs), numbers = self.operation(state)
+        step, z, monitor = state.kernel.step(name, state.rule or self.rule(), *numbers), state.z, state.monitor()
+        previous = state.previous
+
+        def advance(fz: Tensor, k: int, last: bool) -> None:
+            previous.check(fz, state.f_prev, k)
+            step(z, fz, *monitor, state.f_prev, *pairs, k, last)
+            state.f_prev = previous.keep(fz, k)
+
+        return advance
 
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-        assert isinstance(state, SecantState)
-        return state.operation(self.method())
+        assert isinstance(state, MultisecantState)
+        return "multisecant_step", (state.f_prev, state.left, state.df, state.gram), self.method()
 
     def transposed_inverse(self, state: State, v: Tensor) -> Tensor:
         """Estimate of (I - J^T)^-1 v for v (B, D), where J is the Jacobian of f at the solution of a finished solve.

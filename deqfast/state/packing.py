@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from .._checks import check_dense, check_number
 from ..torch_internals import pytree
-from ..torch_internals.dynamo import is_tracing
-from ..torch_internals.transforms import check_values
 from .floors import float32_products_eps, stall_floor
 from .groups import Groups
 from .rows import rows_of
@@ -39,12 +36,7 @@ class _Leaf:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Leaf:
-        if is_tracing():  # the sizes may be symbols
-            return cls._laid_out(tensor.shape, tensor.stride(), tensor.dtype)
-        return _known_leaf(tensor.shape, tensor.stride(), tensor.dtype)
-
-    @classmethod
-    def _laid_out(cls, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> _Leaf:
+        shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
         order = sorted(range(1, len(shape)), key=lambda d: -strides[d])  # ties (sizes of 1) keep their order
         inverse = [0, *(1 + order.index(d) for d in range(1, len(shape)))]
         in_order = inverse == [*range(len(shape))]
@@ -80,11 +72,6 @@ class _Leaf:
             return rows.reshape(self.shape)
         sizes = [self.shape[d] for d in self.order]
         return rows.reshape(self.shape[0], *sizes).permute(self.inverse)
-
-
-@functools.lru_cache(maxsize=256)
-def _known_leaf(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> _Leaf:
-    return _Leaf._laid_out(shape, strides, dtype)
 
 
 def is_of_state(tensor: Tensor) -> bool:
@@ -142,7 +129,6 @@ class Packing:
                     "the tensors of z0 must have one batch size and one device, got "
                     + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
                 )
-        check_values("z0", leaves[0])
         self.leaves = [_Leaf.of(leaf) for leaf in leaves]
         self.batch, self.device = leaves[0].shape[0], leaves[0].device
         self.groups = (
@@ -176,9 +162,10 @@ class Packing:
         return packing
 
     def _note_rows(self) -> None:
-        """Note whether the state equals its rows, as usual: every iteration tests this twice."""
+        """Note whether the state is a view of its rows, and equals them, as usual: every iteration tests this."""
         first, converts = self.leaves[0], self.factors is not None or self.groups is not None
-        self.is_rows = self.is_tensor and not converts and first.is_rows and first.dtype == self.dtype
+        self.is_view = self.is_tensor and not converts and first.dtype.to_real() == self.dtype
+        self.is_rows = self.is_view and first.is_rows
 
     def transposed(self) -> Packing:
         """Packing of gradients of the state, whose rows are those of a state times its factors."""
@@ -239,13 +226,15 @@ class Packing:
 
     def pack_value(self, value: Any, z: Tensor) -> Tensor:
         """Rows of f's output: a view of it if its dtype and memory order allow this, never of the iterate `z`."""
-        if self.is_rows and self._are_rows(value):
-            return value.clone() if _shares_memory(value, z) else value
+        rows = value if self.is_rows and self._are_rows(value) else self.rows_of_value(value)
+        return rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
+
+    def rows_of_value(self, value: Any) -> Tensor:
+        """Rows of f's output: a view of it, or the output itself, if its dtype and memory order allow this."""
         leaves = self.check_value(value)
         if len(leaves) > 1 or self.factors is not None:
             return self._gathered(self._joined(leaves))
-        rows = _as(self.leaves[0].rows(leaves[0]), self.dtype).contiguous()
-        return self._gathered(rows.clone() if _shares_memory(rows, z) else rows)
+        return self._gathered(_as(self.leaves[0].rows(leaves[0]), self.dtype).contiguous())
 
     def pack_error(self, error: Any) -> Tensor:
         """Rows (B, E) of the error of a `mixing_fn`, a tensor with numbers for each row of the state.
@@ -311,11 +300,16 @@ def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
     before = versions(z)
     value = f(z, *more)
     if versions(z) != before:
-        raise ValueError(
-            "f must not modify its argument z, got an f that works in place on it: begin with an operation that is not "
-            "in place, such as z.mul(2) for z.mul_(2), ReLU() for ReLU(inplace=True), or with z.clone()"
-        )
+        raise writes()
     return value
+
+
+def writes() -> ValueError:
+    """Error for an f that has written to its argument."""
+    return ValueError(
+        "f must not modify its argument z, got an f that works in place on it: begin with an operation that is not "
+        "in place, such as z.mul(2) for z.mul_(2), ReLU() for ReLU(inplace=True), or with z.clone()"
+    )
 
 
 def versions(tree: Any) -> int | list[int]:
@@ -326,11 +320,6 @@ def versions(tree: Any) -> int | list[int]:
 def kept(rows: Tensor) -> Tensor:
     """Rows of f's value that a callback cannot change: a copy if torch does not count writes to them."""
     return rows.clone() if rows.is_inference() else rows
-
-
-def _shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether the tensors may share memory; in a graph the memory is unknown."""
-    return is_tracing() or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def version(tensor: Tensor) -> int:

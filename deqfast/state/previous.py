@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..torch_internals.dynamo import is_exporting
-
 
 class PreviousValue:
     """Previous value of f, kept without a copy unless f writes all its values to one buffer.
@@ -20,8 +18,6 @@ class PreviousValue:
 
     def check(self, fz: Tensor, previous: Tensor, k: int) -> None:
         """Raise RuntimeError if f(z) = `fz`, its value number `k` from 0, has overwritten the `previous` value."""
-        if is_exporting():  # values of a graph have memory of their own
-            return
         if k == 1 and self._first is not None:
             self._is_overwritten = fz.data_ptr() == self._first.data_ptr()
         elif k > 1 and not self._is_overwritten and fz.data_ptr() == previous.data_ptr():

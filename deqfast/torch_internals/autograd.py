@@ -263,7 +263,7 @@ class Graph:
 
     @cached_property
     def behind(self) -> tuple[list[Tensor], bool]:
-        """Leaves that the outputs depend on other than through those excluded; and whether they depend on older nodes."""
+        """Leaves that the outputs depend on, except through those excluded; and whether they depend on older nodes."""
         edges, seen = [(edge, self.first) for edge in self.ends], set(self.excluded)
         found, hides = [], False
         while edges:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from . import pytree
-from .dynamo import is_tracing
+from .dynamo import is_exporting
 
 
 def in_torch_func() -> bool:
@@ -66,13 +66,24 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
-def check_values(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if the tensor has no numbers, and RuntimeError if torch.jit.trace or make_fx record.
+Context = Literal["eager", "torch.func", "torch.export"]
 
-    Under torch.compile and torch.export nothing is checked.
+
+def present_context() -> Context:
+    """Return where this call runs; "torch.func" stands for forward-mode AD too.
+
+    ``torch.compile`` does not count: it runs a block as one op, and that op runs eagerly.
     """
-    if is_tracing():
-        return
+    if is_exporting():
+        return "torch.export"
+    return "torch.func" if in_torch_func() or in_forward_mode() else "eager"
+
+
+def check_values(name: str, tree: Any) -> None:
+    """Raise ValueError if the first tensor has no numbers, and RuntimeError if torch.jit.trace or make_fx record.
+
+    Not in a trace by torch.compile or torch.export, which need neither.
+    """
     if get_proxy_mode() is not None:
         raise RuntimeError(
             "deqfast: torch.func.linearize and make_fx would fix the number of evaluations, which depends on values: "
@@ -83,7 +94,8 @@ def check_values(name: str, tensor: Tensor) -> None:
             "deqfast: torch.jit.trace would fix the number of evaluations, which depends on values: use torch.export "
             "or torch.compile, and torch.onnx.export with dynamo=True"
         )
-    if not has_values(tensor):
+    tensor = next((leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)), None)
+    if tensor is not None and not has_values(tensor):
         kind = "tensors on the device meta" if tensor.is_meta else "fake tensors (FakeTensorMode)"
         raise ValueError(f"{name} must hold values, which a solve reads, got {kind}")
 
@@ -115,8 +127,6 @@ def is_transformed(tensor: Tensor) -> bool:
 
 def check_plain(name: str, tree: Any) -> None:
     """Raise RuntimeError if a tensor of `tree`, an argument of `name`, belongs to a transform."""
-    if is_tracing():  # a trace cannot test this; the op that a solve becomes has no rule for transforms
-        return
     if any(isinstance(leaf, Tensor) and (is_wrapped(leaf) or has_tangent(leaf)) for leaf in pytree.tree_leaves(tree)):
         raise RuntimeError(
             f"deqfast: {name} does not run under torch.func and in forward-mode AD: use a DEQBlock, which does"

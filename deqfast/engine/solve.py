@@ -1,0 +1,197 @@
+"""A solve of z = f(z), compiled once for a layout of z0 and a set of options into begin, body and end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import choose_kernel
+from ..ops.steps import StopRule
+from ..solution import Solution
+from ..solvers import Solver
+from ..solvers.base import State
+from ..solvers.multisecant import Multisecant
+from ..state.packing import Packing
+from ..torch_internals import pytree
+from .loop import iterate, look_every, watch_of
+from .parts import Compaction, StopFn, recording, stopping, whole
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """What a solve is asked for, apart from f and z0; see ``deqfast.solve``. A key by identity.
+
+    keeps_inverse: keep the history of Anderson or Broyden, for ``Solution.transposed_inverse``.
+    """
+
+    solver: Solver
+    kernel: str = "auto"
+    groups: Any = None
+    scale: Any = None
+    stop_fn: StopFn | None = None
+    drop_converged: bool = False
+    trace: bool = False
+    keeps_inverse: bool = False
+    _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
+
+    def linear(self, solver: Solver) -> tuple[Options, Options]:
+        """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale."""
+        if solver not in self._linear:
+            inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
+            one, other = (
+                Options(solver=solver, kernel=self.kernel, groups=self.groups, scale=scale)
+                for scale in (self.scale, inverse)
+            )
+            self._linear[solver] = one, other
+        return self._linear[solver]
+
+
+class Solve:
+    """Solve for every z0 with the layout of this one.
+
+    Raises:
+        TypeError, ValueError: z0, `groups` or `scale` are not as ``deqfast.solve`` takes them.
+        RuntimeError: the kernel of this name cannot run.
+    """
+
+    def __init__(self, z0: Any, options: Options) -> None:
+        self.options, self.solver = options, options.solver
+        self.packing = Packing(z0, options.groups, options.scale)
+        self.kernel = choose_kernel(options.kernel, self.packing.device)
+        self.max_iter = self.solver.max_iter if self.packing.batch else 0
+        self.every, self.patience = look_every(self.packing.device), self.solver.patience
+        self._rules: dict[Any, StopRule] = {}
+
+    def __call__(self, f: Callable[..., Any], z0: Any, is_fresh: bool = False) -> Solution:
+        """Solve from z0 without gradient; `is_fresh`: z0 is finite, and nobody else uses its memory."""
+        with torch.no_grad():
+            state = self.begin(z0, is_fresh)
+            watch = watch_of(state.active)
+            compaction = None
+            if self.options.drop_converged:
+                compaction = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)
+            advance = self.body(compaction or whole(f, self.packing, state), state)
+
+            def resume(k: int) -> int:
+                if compaction is not None:
+                    compaction.take_all()
+                return self.solver.resume(state, k, self.max_iter)
+
+            made = iterate(advance, self.max_iter, watch, self.every, self.patience, resume)
+            return self.end(state, made, made * self.packing.batch if compaction is None else compaction.samples)
+
+    def begin(self, z0: Any, is_fresh: bool = False) -> State:
+        """State before the first evaluation; ValueError if z0 is not finite."""
+        with _outside_inference():  # in inference mode torch does not count in-place operations of f
+            rows = (
+                z0 if is_fresh and self.packing.is_rows and z0.is_contiguous() else check_finite(self.packing.pack(z0))
+            )
+            state = self.solver.init(rows, self.kernel, self.options.keeps_inverse)
+            if self.options.trace:
+                state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
+        return state
+
+    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], None]:
+        """Function that runs the iterations `first` ... `until` - 1."""
+        last, stop_fn, step = self.solver.max_iter - 1, self.options.stop_fn, None
+        before = [] if stop_fn is None else [stopping(stop_fn, self.packing, state)]
+        after = [] if state.trace is None else [recording(state)]
+
+        def advance(first: int, until: int) -> None:
+            nonlocal step
+            for k in range(first, until):
+                value, rows = evaluate()
+                if step is None:
+                    state.rule = self.rule(value)
+                    step = self.solver.bind(state)
+                for part in before:
+                    rows = part(value, rows, k)
+                step(rows, k, k == last)
+                for note in after:
+                    note()
+
+        return advance
+
+    def rule(self, value: Any) -> StopRule:
+        """Stop rule for an f that has returned this value."""
+        dtypes = value.dtype if isinstance(value, Tensor) else tuple(t.dtype for t in pytree.tree_leaves(value))
+        if (rule := self._rules.get(dtypes)) is None:
+            rule = self._rules[dtypes] = self.solver.rule(self.packing.stall_floor(value))
+        return rule
+
+    def end(self, state: State, evaluations: int, sample_evaluations: int) -> Solution:
+        """Solution of a solve that ended in `state`, after this number of calls of f."""
+        ended = state.best, state.status, state.iterations, state.residual.unbind()
+        solution = solution_of(self.packing, self.solver, *ended, evaluations, sample_evaluations, state.trace)
+        if not self.options.keeps_inverse:
+            return solution
+        return replace(solution, transposed_inverse=inverse_of(self.packing, self.solver, state))
+
+
+def solution_of(
+    packing: Packing,
+    solver: Solver,
+    best: Tensor,
+    status: Tensor,
+    iterations: Tensor,
+    residuals: Sequence[Tensor],
+    evaluations: Any,
+    sample_evaluations: Any = None,
+    trace: Tensor | None = None,
+) -> Solution:
+    """Solution of a solve with these results; `residuals` are the relative and the absolute ones."""
+    measure = int(solver.is_absolute)
+    traces: Any = (None, None) if trace is None else trace[:evaluations].unbind(1)
+    return Solution(
+        value=packing.unpack(best),
+        status=status,
+        iterations=iterations,
+        residual=residuals[measure],
+        residual_rel=residuals[0],
+        residual_abs=residuals[1],
+        evaluations=evaluations,
+        sample_evaluations=evaluations * packing.batch if sample_evaluations is None else sample_evaluations,
+        trace=traces[measure],
+        trace_rel=traces[0],
+        trace_abs=traces[1],
+    )
+
+
+def _outside_inference() -> AbstractContextManager[object]:
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def check_finite(rows: Tensor) -> Tensor:
+    """Return the rows (B, D) of a z0; ValueError if any are not finite."""
+    # A finite sum has finite terms only; a sum that is not finite may have overflowed.
+    if not math.isfinite(rows.sum()):
+        finite = torch.isfinite(rows).all(dim=1)
+        if not bool(finite.all()):
+            raise not_finite(finite)
+    return rows
+
+
+def not_finite(finite: Tensor) -> ValueError:
+    """Error for a z0 whose rows are finite as the mask (B,) says."""
+    rows = (~finite).nonzero().flatten().tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+    return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
+
+
+def check_inverse(solver: Solver) -> None:
+    """Raise ValueError if an inverse is to be kept and the solver has none."""
+    if not isinstance(solver, Multisecant):
+        raise ValueError(f"SHINE needs the history of Anderson or Broyden, got {solver}")
+
+
+def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
+    """Map from v like z0 to an estimate of (I - J^T)^-1 v, from the history of a solve that ended in `state`."""
+    assert isinstance(solver, Multisecant)
+    gradients = packing.transposed()
+    return lambda v: gradients.unpack(solver.transposed_inverse(state, gradients.pack(v)))
