@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._changes import Changes
-from ._checks import ChecksKeywords, check_batches, check_cell, check_choice, check_count, settings_of
+from ._checks import ChecksKeywords, check_batches, check_cell, check_choice, settings_of
 from ._notice import Notice
 from .adjoints import ADJOINTS, Adjoint, as_adjoint
 from .cells.protocol import solving
@@ -35,12 +35,6 @@ from .torch_internals.transforms import values
 from .torch_internals.weights import check_loaded, hold_weights, modules_of
 
 
-def _sync_every(value: int | None) -> int | None:
-    if value is not None:
-        check_count("sync_every", value)
-    return value
-
-
 def _callable_or_none(name: str, value: Any) -> Any:
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
@@ -53,13 +47,12 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
     "eval_solver": lambda solver: None if solver is None else as_solver(solver),
     "adjoint": as_adjoint,
     "kernel": check_kernel_name,
-    "sync_every": _sync_every,
     "scale": check_scale,
     "init": partial(_callable_or_none, "init"),
     "stop_fn": partial(_callable_or_none, "stop_fn"),
 }
 # Options that cannot be combined with all others.
-_COMBINED = {"solver", "eval_solver", "adjoint", "sync_every", "drop_converged", "groups", "stop_fn", "scale", "trace"}
+_COMBINED = {"solver", "eval_solver", "adjoint", "drop_converged", "groups", "stop_fn", "scale", "trace"}
 
 
 class DEQBlock(ChecksKeywords, nn.Module):
@@ -87,10 +80,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
-        sync_every: iterations between checks whether all samples are done, see ``solve``.
         drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
             samples independently.
-        cuda_graph: capture the forward solve in CUDA graphs, one per `sync_every` iterations, and replay them. True, or
+        cuda_graph: capture the forward solve in CUDA graphs, one per two iterations, and replay them. True, or
             "whole" for one graph, in which the device ends the loop (possible in torch 2.14.1). See
             ``execution.cuda_graph``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
@@ -104,7 +96,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
 
     Attributes:
-        solver, eval_solver, adjoint, kernel, sync_every, drop_converged, groups, stop_fn, init, scale, trace: as
+        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace: as
             above, with objects instead of names. Assignments are checked like arguments.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
@@ -140,7 +132,6 @@ class DEQBlock(ChecksKeywords, nn.Module):
         eval_solver: str | Solver | None = None,
         stop_fn: StopFn | None = None,
         kernel: str = "auto",
-        sync_every: int | None = None,
         drop_converged: bool = False,
         cuda_graph: bool | str = False,
         compile: bool | str = False,
@@ -154,7 +145,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
         self.adjoint = as_adjoint(adjoint)
         self.kernel = kernel
-        self.init, self.sync_every, self.groups = init, sync_every, groups
+        self.init, self.groups = init, groups
         self.drop_converged, self.trace, self.stop_fn, self.scale = drop_converged, trace, stop_fn, scale
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         check_choice("compile", compile, (False, True, "forward"))
@@ -305,7 +296,6 @@ class DEQBlock(ChecksKeywords, nn.Module):
             scale=self.scale,
             per_sample=self.per_sample,
             kernel=self.kernel,
-            sync_every=self.sync_every,
             drop_converged=self.drop_converged,
             graphs=self.graphs,
             compiled=self.compiled,

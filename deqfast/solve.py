@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import check_count
 from .execution.loop import (
     Compaction,
+    Keep,
     Run,
     StopFn,
     Whole,
@@ -36,10 +36,8 @@ def solve(
     groups: Groups | Tensor | str | None = None,
     scale: Any = None,
     stop_fn: StopFn | None = None,
-    sync_every: int | None = None,
     drop_converged: bool = False,
     trace: bool = False,
-    keep_inverse: bool = False,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -66,12 +64,9 @@ def solve(
             k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are, STOPPED. It gets
             all samples; those that `drop_converged` leaves out have z as their value. Only samples that run and have
             not converged can be ended. Nothing waits for the device. It may keep z, and must not write to f(z).
-        sync_every: iterations between checks whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
-            the host reads the result of the previous check, so that it never waits for the step it has just queued.
         drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
             called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.
-        keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     Returns:
         Solution, whose `value` has the structure, dtypes and memory order of z0.
@@ -88,11 +83,26 @@ def solve(
         >>> round(float(solution.value[0, 0]), 3)
         0.739
     """
+    options: dict[str, Any] = {"groups": groups, "scale": scale, "stop_fn": stop_fn}
+    return solve_keeping(None, f, z0, as_solver(solver), kernel, drop_converged=drop_converged, trace=trace, **options)
+
+
+def solve_keeping(
+    keep_inverse: Keep | None,
+    f: Callable[..., Any],
+    z0: Any,
+    solver: Solver,
+    kernel: str,
+    *,
+    groups: Groups | Tensor | str | None,
+    scale: Any,
+    stop_fn: StopFn | None,
+    drop_converged: bool,
+    trace: bool,
+) -> Solution:
+    """As ``solve``; `keep_inverse` is called with the estimate of the inverse Jacobian at the end."""
     if not callable(f):
         raise TypeError(f"f must be callable, got {f!r}")
-    solver = as_solver(solver)
-    if sync_every is not None:
-        check_count("sync_every", sync_every)
     if stop_fn is not None and not callable(stop_fn):
         raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
     if groups is not None:
@@ -104,10 +114,10 @@ def solve(
     with outside_exports(torch.no_grad()):
         watch = watch_of(begun.state.active)
         batches = Compaction(watch, stop_fn is not None) if drop_converged else Whole()
-        run = Run(f, begun.packing, solver, begun.state, batches, stop_fn)
+        run = Run(solver.wrap(f, begun.packing, begun.state), begun.packing, solver, begun.state, batches, stop_fn)
         if is_exporting():
-            evaluations = export(run, keep_inverse)
+            evaluations = export(run, keep_inverse is not None)
         else:
             iterations = solver.max_iter if begun.packing.batch else 0
-            evaluations = iterate(run.advance, iterations, watch, sync_every, solver.patience, run.resume)
+            evaluations = iterate(run.advance, iterations, watch, solver.patience, run.resume)
         return begun.finish(evaluations, batches.sample_evaluations)

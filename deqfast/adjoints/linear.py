@@ -33,7 +33,7 @@ class LinearSolve:
 
     Attributes:
         solver: with atol=0.
-        kernel, sync_every: see ``deqfast.solve``.
+        kernel: see ``deqfast.solve``.
         groups: samples of several rows, if any.
         scale: sizes of the tensors of u, if given.
         on_backward: called with the Solution.
@@ -41,7 +41,6 @@ class LinearSolve:
 
     solver: Solver
     kernel: str
-    sync_every: int | None
     groups: Groups | None
     scale: object
     on_backward: Callable[[Solution], None]
@@ -49,7 +48,7 @@ class LinearSolve:
     @classmethod
     def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
         """Solve with the Jacobian at the plan's z*; u has the scale of z."""
-        return cls(solver, plan.kernel, plan.sync_every, plan.groups, plan.scale, plan.on_backward)
+        return cls(solver, plan.kernel, plan.groups, plan.scale, plan.on_backward)
 
     def transposed(self) -> LinearSolve:
         """Solve with the transposed matrix; its u has the inverse scale."""
@@ -103,5 +102,4 @@ class LinearSolve:
             self.kernel,
             groups=groups,
             scale=self.scale,
-            sync_every=self.sync_every,
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..solution import Solution
-from ..solve import solve
+from ..solve import solve_keeping
 from ..state.rows import dropped_samples, take_rows
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of
@@ -30,8 +30,7 @@ def choose(plan: Plan) -> Runner:
         return in_export
     if plan.context == "torch.func":
         return solve_values
-    by_solver = plan.solver.min_iter > 1 or plan.solver.mixing_fn is not None
-    in_steps = by_solver or plan.trace or plan.stop_fn is not None or plan.keep_inverse
+    in_steps = plan.trace or plan.stop_fn is not None or plan.keep_inverse is not None
     if hasattr(plan.cell, "fixed_point") and not in_steps and plan.groups is None and plan.scale is None:
         return by_cell
     return _by_solver(plan)
@@ -50,7 +49,8 @@ def in_loop(plan: Plan) -> Solution:
     def f(z: Any, rows: Tensor | None = None) -> Any:
         return plan.cell(z, plan.x if rows is None else take_rows(plan.x, marks, rows))
 
-    return solve(
+    return solve_keeping(
+        plan.keep_inverse,
         f,
         plan.z0,
         plan.solver,
@@ -58,10 +58,8 @@ def in_loop(plan: Plan) -> Solution:
         groups=plan.groups,
         scale=plan.scale,
         stop_fn=plan.stop_fn,
-        sync_every=plan.sync_every,
         drop_converged=plan.drop_converged,
         trace=plan.trace,
-        keep_inverse=plan.keep_inverse,
     )
 
 
@@ -84,7 +82,7 @@ def by_cell(plan: Plan) -> Solution:
 def by_graphs(plan: Plan) -> Solution:
     """Replay the block's CUDA graphs."""
     assert plan.graphs is not None
-    return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.solver, plan.kernel, plan.sync_every)
+    return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.solver, plan.kernel)
 
 
 def by_compiled_code(plan: Plan) -> Solution:

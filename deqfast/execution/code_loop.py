@@ -19,7 +19,7 @@ from ..ops.steps import PROGRESS
 from ..ops.steps.loops import PARTS, c_functions
 from ..solvers import Anderson, Broyden, Picard, Solver
 from ..solvers.base import State
-from ..solvers.multisecant import MultisecantState
+from ..solvers.multisecant import MultisecantState, begun_state
 from ..state.packing import Packing
 
 KERNEL = "cpp"  # the kernel whose steps are C functions
@@ -55,7 +55,7 @@ class Loop:
     integers: int
     history: tuple[int, ...]
     history_dtype: torch.dtype
-    keep_inverse: bool
+    keeps_inverse: bool
 
     def new_history(self, batch: int) -> Tensor:
         """The tensor `history` of a solve of `batch` samples."""
@@ -74,9 +74,9 @@ def serves(solver: Solver) -> bool:
     return type(solver) in (Picard, Anderson, Broyden)
 
 
-def loop_of(packing: Packing, solver: Solver, z: Tensor, keep_inverse: bool = False) -> Loop:
+def loop_of(packing: Packing, solver: Solver, z: Tensor, keeps_inverse: bool = False) -> Loop:
     """Loop for batches of any size with samples like the rows z (B, D), if the loop ``serves`` the solver."""
-    start = solver.init(z[:0], Kernel(KERNEL), keep_inverse)
+    start = begun_state(solver, z[:0], Kernel(KERNEL), keeps_inverse)
     name, _, numbers = solver.operation(start)
     parts, dim = PARTS[name], z.shape[1]
     histories = [getattr(start, part) for part in parts.history] or [z.new_empty(0)]
@@ -91,7 +91,7 @@ def loop_of(packing: Packing, solver: Solver, z: Tensor, keep_inverse: bool = Fa
         integers=1 + len(parts.counts),
         history=(len(parts.history), *histories[0].shape[1:]),
         history_dtype=histories[0].dtype,
-        keep_inverse=keep_inverse,
+        keeps_inverse=keeps_inverse,
     )
 
 
@@ -116,4 +116,4 @@ def solve_in_code(
 
     (running,) = torch.while_loop(torch.clone, body, (running,))
     results = torch.ops.deqfast.loop_end(values, counts, status, running, batch, loop.dim)
-    return (*results, values) if loop.keep_inverse else results
+    return (*results, values) if loop.keeps_inverse else results

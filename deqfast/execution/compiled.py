@@ -7,7 +7,6 @@ one to rounding.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..torch_internals import pytree
 from ..torch_internals.dynamo import Codes, is_failed_trace, reason
 from ..torch_internals.transforms import check_plain
 from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, serves, solve_in_code
-from .loop import Begun, check_inverse, inverse_of, not_finite
+from .loop import Begun, Keep, check_inverse, inverse_of, not_finite
 from .refusals import check_served, kinds
 
 
@@ -37,7 +36,9 @@ class Compiled:
         self._codes = Codes(solve_in_code, _options)
         self._loops: dict[Any, Loop] = {}
 
-    def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, keep_inverse: bool = False) -> Solution:
+    def solve(
+        self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, keep_inverse: Keep | None = None
+    ) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x).
 
         Raises:
@@ -47,12 +48,12 @@ class Compiled:
         """
         check_plain("solve", z0)
         packing = Packing(z0)
-        key = packing.signature_of_sample(), packing.products_eps, solver, kernel, keep_inverse
+        key = packing.signature_of_sample(), packing.products_eps, solver, kernel, keep_inverse is not None
         with torch.inference_mode(False), torch.no_grad():
             z = packing.pack(z0)
             if key not in self._loops:
                 _check(solver, kernel, packing, keep_inverse)
-                self._loops[key] = loop_of(packing, solver, z, keep_inverse)
+                self._loops[key] = loop_of(packing, solver, z, keep_inverse is not None)
             loop = self._loops[key]
             if not packing.batch:
                 return Begun(packing, solver, loop.start, keep_inverse).finish(0, 0)
@@ -65,7 +66,15 @@ class Compiled:
             calls = int(evaluations)
             if not calls:
                 raise not_finite(torch.isfinite(z).all(dim=1))
-            solution = Solution(
+            if keep_inverse is not None:
+                inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
+
+                # The history is an argument, so that its memory is freed with the function.
+                def transposed_inverse(v: Any, history: Tensor = history) -> Any:
+                    return inverse(v)
+
+                keep_inverse(transposed_inverse)
+            return Solution(
                 value=packing.unpack(value),
                 status=status,
                 iterations=iterations,
@@ -75,15 +84,6 @@ class Compiled:
                 evaluations=calls,
                 sample_evaluations=calls * packing.batch,
             )
-            if not keep_inverse:
-                return solution
-            inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
-
-            # The history is an argument, so that its memory is freed with the function.
-            def transposed_inverse(v: Any, history: Tensor = history) -> Any:
-                return inverse(v)
-
-            return replace(solution, transposed_inverse=transposed_inverse)
 
     def _run(self, key: Any, cell: Any, x: Any, packing: Packing, loop: Loop, z: Tensor, history: Tensor) -> Any:
         try:
@@ -99,7 +99,7 @@ class Compiled:
         return {**self.__dict__, "_loops": {}}
 
 
-def _check(solver: Solver, kernel: str, packing: Packing, keep_inverse: bool) -> None:
+def _check(solver: Solver, kernel: str, packing: Packing, keep_inverse: Keep | None) -> None:
     """Raise the errors of ``Compiled.solve`` if the solve cannot be compiled."""
     if not serves(solver):
         raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")

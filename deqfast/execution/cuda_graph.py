@@ -1,9 +1,9 @@
 """CUDA graphs of forward solves: f and the steps of the solver are captured once and replayed without Python.
 
-A graph holds `sync_every` iterations. The host replays it repeatedly, and reads the count of running samples one replay
-late. With "whole", one graph holds all iterations. Each then runs only if a condition on the device is met. The host
-waits only twice: to check that z0 is finite, and to count the evaluations. (There is no while loop, because the number
-of an iteration is an argument of its kernels.)
+A graph holds the iterations between two looks of the host. The host replays it repeatedly, and reads the count of
+running samples one replay late. With "whole", one graph holds all iterations. Each then runs only if a condition on the
+device is met. The host waits only twice: to check that z0 is finite, and to count the evaluations. (There is no while
+loop, because the number of an iteration is an argument of its kernels.)
 
 A capture fixes the memory of parameters and inputs, the kernels, and every choice that Python makes. Inputs are
 therefore copied into the graph's memory. A solve is captured again if the cell, shapes, dtypes, the memory of
@@ -30,7 +30,7 @@ from ..solvers import Solver
 from ..state.packing import Packing
 from ..torch_internals import pytree
 from ..torch_internals.weights import check_not_cached
-from .loop import SYNC_EVERY_ON_GPU, Begun, Run, Whole, begin, finite_rows, iterate, watch_of
+from .loop import Begun, LateWatch, Run, Whole, begin, finite_rows, iterate, watch_of
 from .refusals import check_served
 
 # Each holds the memory of a solve. A training run needs two or three: full batches, the last batch, evaluation.
@@ -43,7 +43,7 @@ class Graphs:
 
     Args:
         cell: the block's cell.
-        mode: True (a graph per `sync_every` iterations) or "whole".
+        mode: True (a graph for the iterations between two looks) or "whole".
 
     Raises:
         ValueError: another mode, or a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
@@ -64,7 +64,7 @@ class Graphs:
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
         self._alone = threading.RLock()  # a graph has one memory: one thread at a time
 
-    def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, sync_every: int | None) -> Solution:
+    def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason if f cannot be captured."""
         _check_cell(cell)
         check_not_cached(cell)
@@ -72,29 +72,27 @@ class Graphs:
         if packing.device.type != DEVICE:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
         if not packing.batch or not _is_ready(cell):
-            return solve(lambda z: cell(z, x), z0, solver, kernel, sync_every=sync_every)
+            return solve(lambda z: cell(z, x), z0, solver, kernel)
         with self._alone, torch.inference_mode(False), torch.no_grad(), current(packing.device):
-            key = self._key(cell, x, packing, solver, kernel, sync_every)
+            key = self._key(cell, x, packing, solver, kernel)
             if (captured := self._captured.get(key)) is not None:
                 self._captured.move_to_end(key)
                 return captured.replay(x, finite_rows(packing, z0))
             while len(self._captured) >= MAX_GRAPHS:
                 self._captured.popitem(last=False)[1].finished.synchronize()
             begun = begin(z0, solver, kernel)
-            captured = Captured(cell, x, begun, sync_every or SYNC_EVERY_ON_GPU, self.whole)
+            captured = Captured(cell, x, begun, self.whole)
             self._captured[key] = captured
             return captured.replay(x, captured.start)
 
-    def _key(
-        self, cell: nn.Module, x: Any, packing: Packing, solver: Solver, kernel: str, sync_every: int | None
-    ) -> Any:
+    def _key(self, cell: nn.Module, x: Any, packing: Packing, solver: Solver, kernel: str) -> Any:
         leaves, spec = pytree.tree_flatten(x)
         inputs = tuple(_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         tensors = tuple((_layout(t), t.data_ptr()) for t in (*cell.parameters(), *cell.buffers()))
         training = tuple(module.training for module in cell.modules())
         autocast = torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE)
         precision = autocast, packing.products_eps
-        return cell, str(spec), inputs, packing.signature(), solver, kernel, sync_every, precision, training, tensors
+        return cell, str(spec), inputs, packing.signature(), solver, kernel, precision, training, tensors
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the graphs, which live on one device in one process, and their lock."""
@@ -107,14 +105,15 @@ class Graphs:
 class Captured:
     """Captured solve of cell(., x) from `start` (B, D), with its memory. It runs once without capture before."""
 
-    def __init__(self, cell: Callable[[Any, Any], Any], x: Any, begun: Begun, sync_every: int, whole: bool) -> None:
+    def __init__(self, cell: Callable[[Any, Any], Any], x: Any, begun: Begun, whole: bool) -> None:
         leaves, spec = pytree.tree_flatten(x)
         # Memory from which f reads the leaves of x; replays read z0 from `start`.
         self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.start = begun.state.z.clone()
         fixed_x = pytree.tree_unflatten(self.inputs, spec)
-        self.begun, self.state, self.max_iter, self.sync_every = begun, begun.state, begun.solver.max_iter, sync_every
-        self.whole = whole  # one graph for all iterations, instead of one per `sync_every`
+        self.begun, self.state, self.max_iter = begun, begun.state, begun.solver.max_iter
+        self.every = LateWatch.every  # iterations of a graph
+        self.whole = whole  # one graph for all iterations, instead of one per `every`
         self.finished = mark()  # event after all work in this memory, for which another stream must wait
         run = Run(lambda z: cell(z, fixed_x), begun.packing, begun.solver, self.state, Whole())
         # Casts that autocast has kept could be those of older parameters.
@@ -131,7 +130,7 @@ class Captured:
 
     def _chunks(self) -> list[tuple[int, int]]:
         last = self.max_iter
-        return [(first, min(first + self.sync_every, last)) for first in range(0, last, self.sync_every)]
+        return [(first, min(first + self.every, last)) for first in range(0, last, self.every)]
 
     def _advance(self, run: Run, first: int, until: int) -> None:
         if first == 0:
@@ -161,18 +160,18 @@ class Captured:
             evaluations = self._evaluations()
         else:
             watch = watch_of(self.state.active)
-            evaluations = iterate(self._replay_chunk, self.max_iter, watch, self.sync_every)
+            evaluations = iterate(self._replay_chunk, self.max_iter, watch, every=self.every)
         state = self.state.copy_of_results()
         self.finished = mark()
         return self.begun.finish(evaluations, evaluations * self.begun.packing.batch, state)
 
     def _replay_chunk(self, first: int, until: int) -> None:
-        self.graphs[first // self.sync_every].replay()
+        self.graphs[first // self.every].replay()
 
     def _evaluations(self) -> int:
         """Calls of f by a graph of all iterations, which are the iterations of the slowest sample."""
         furthest = int(self.state.iterations.max())
-        return min(-(-furthest // self.sync_every) * self.sync_every, self.max_iter)
+        return min(-(-furthest // self.every) * self.every, self.max_iter)
 
 
 def _check_cell(cell: Any) -> None:

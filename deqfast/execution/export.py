@@ -48,10 +48,8 @@ def _warn(error: Exception) -> None:
     warnings.warn(f"{told}: {reason(error)}", stacklevel=3)
 
 
-def iterate_in_graph(
-    f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State, first: int
-) -> Tensor | None:
-    """As ``iterate_in_code``, by torch's own operations, for a solve after its `first` evaluations."""
+def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor | None:
+    """As ``iterate_in_code``, by torch's own operations, for a solve after its first evaluation."""
     if not serves(solver) or state.kernel.name != "torch" or packing.groups is not None:
         return None
     of_sample = packing.resized(0)  # a loop takes no size of the batch from outside
@@ -72,7 +70,7 @@ def iterate_in_graph(
         return k + 1, *(getattr(own, name) for name in tensors)
 
     # Without dimensions: torch.onnx.export treats a size of 1 as variable, and nothing could be added to it.
-    start = torch.full((), first, dtype=torch.int64, device=state.z.device)
+    start = torch.full((), 1, dtype=torch.int64, device=state.z.device)
     try:
         evaluations, *ended = torch.while_loop(is_running, body, (start, *tensors.values()))
     except Exception as error:

@@ -298,7 +298,7 @@ def solve_values(plan: Plan) -> Solution:
             return pytree.tree_unflatten(f(pytree.tree_leaves(z)), spec)
 
         of_all = replace(plan, groups=groups_of_members(plan.groups, members))
-        settings: dict[str, Any] = {"groups": of_all.groups, "scale": plan.scale, "sync_every": plan.sync_every}
+        settings: dict[str, Any] = {"groups": of_all.groups, "scale": plan.scale}
         solution = solve(cell, pytree.tree_unflatten(z0, spec), plan.solver, plan.kernel, **settings)
         leaves = pytree.tree_leaves(solution.value)
         solved.append(confirmed(solution, of_all, solution.value, f(leaves)))

@@ -5,35 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops import choose_kernel
-from ..ops.steps import StopRule
 from ..ops.steps.reference import begun, evaluated
 from ..solution import Solution, Status
 from ..solvers import Solver
-from ..solvers.base import MixingFn, State
-from ..solvers.multisecant import Multisecant
+from ..solvers.base import State
+from ..solvers.multisecant import Multisecant, begun_state
 from ..state.groups import Groups
 from ..state.packing import Packing, evaluate, kept, versions
 from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
 from .export import iterate_in_code, iterate_in_graph
-from .refusals import check_served, kinds
-
-# On a GPU, reading the count of running samples costs a copy and a launch: more than one surplus evaluation.
-SYNC_EVERY_ON_GPU = 2
-
 
 # Finished samples leave f's batch when they are this share of it; for fewer, moving the others does not pay.
 COMPACT_SHARE = 0.25
 
 
 StopFn = Callable[[Any, Any, int], Tensor]
+Keep = Callable[[Callable[[Any], Any]], None]
+"""Called with v -> (I - J^T)^-1 v, an estimate for v like z0, J the Jacobian of f at the value of a solve."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +39,14 @@ class Begun:
     packing: Packing
     solver: Solver
     state: State
-    keep_inverse: bool = False
+    keep_inverse: Keep | None = None
 
     def finish(self, evaluations: int, sample_evaluations: int, state: State | None = None) -> Solution:
         """Solution after this number of calls of f; `state`: a copy of its state if the solve will run again."""
         state = self.state if state is None else state
-        solution = solution_of(self.packing, self.solver, state, evaluations, sample_evaluations)
-        if not self.keep_inverse:
-            return solution
-        return replace(solution, transposed_inverse=inverse_of(self.packing, self.solver, state))
+        if self.keep_inverse is not None:
+            self.keep_inverse(inverse_of(self.packing, self.solver, state))
+        return solution_of(self.packing, self.solver, state, evaluations, sample_evaluations)
 
 
 def begin(
@@ -61,7 +56,7 @@ def begin(
     *,
     groups: Groups | Tensor | str | None = None,
     scale: Any = None,
-    keep_inverse: bool = False,
+    keep_inverse: Keep | None = None,
     trace: bool = False,
 ) -> Begun:
     """Begin a solve: pack z0, check that it is finite, choose the kernel and make the solver's state.
@@ -76,7 +71,7 @@ def begin(
     chosen = choose_kernel(kernel, packing.device)
     # In inference mode torch does not count in-place operations of f.
     with _outside_inference(), outside_exports(torch.no_grad()):
-        state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
+        state = begun_state(solver, finite_rows(packing, z0), chosen, keep_inverse is not None)
         if trace:
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
     return Begun(packing, solver, state, keep_inverse)
@@ -86,11 +81,10 @@ def _outside_inference() -> AbstractContextManager[None]:
     return outside_exports(torch.inference_mode(False)) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def check_inverse(solver: Solver, keep_inverse: bool) -> None:
+def check_inverse(solver: Solver, keep_inverse: Keep | None) -> None:
     """Raise ValueError if an inverse is to be kept and the solver has none."""
-    if keep_inverse and not isinstance(solver, Multisecant):
-        raise ValueError(f"only Anderson and Broyden have an inverse to keep, which SHINE needs, got {solver}")
-    check_served("keep_inverse", kinds(solver) if keep_inverse else [])
+    if keep_inverse is not None and not isinstance(solver, Multisecant):
+        raise ValueError(f"SHINE needs the history of Anderson or Broyden, got {solver}")
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:
@@ -112,7 +106,7 @@ def not_finite(finite: Tensor) -> ValueError:
 
 
 def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
-    """``Solution.transposed_inverse`` of a solve at `state`."""
+    """Estimate v -> (I - J^T)^-1 v of a solve at `state`, see ``Keep``."""
     assert isinstance(solver, Multisecant)
     gradients = packing.transposed()
     return lambda v: gradients.unpack(solver.transposed_inverse(state, gradients.pack(v)))
@@ -122,19 +116,20 @@ def iterate(
     advance: Callable[[int, int], None],
     max_iter: int,
     watch: Watch,
-    sync_every: int | None,
     patience: int = 0,
     resume: Callable[[int], int] = lambda k: k,
+    every: int | None = None,
 ) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number.
 
     After every `patience` iterations, and when all samples are done, `resume(k)` may let samples run again. It returns
-    the number of the next iteration.
+    the number of the next iteration. The host looks at the count of running samples after `every` iterations; None: as
+    the watch says.
     """
-    sync_every = sync_every or (SYNC_EVERY_ON_GPU if watch.active.is_cuda else 1)
+    every = every or watch.every
     first = made = 0
     while first < max_iter:
-        until = min(first + sync_every, max_iter)
+        until = min(first + every, max_iter)
         if patience:
             until = min(until, first - first % patience + patience)
         advance(first, until)
@@ -149,25 +144,29 @@ def iterate(
     return made
 
 
-def export(run: Run, keep_inverse: bool) -> Any:
+def export(run: Run, keeps_inverse: bool) -> Any:
     """Iterate under torch.export; return the number of evaluations, a tensor if a loop of the graph counts them."""
     solve = run.f, run.packing, run.solver, run.state
     is_loop = type(run.batches) is Whole and run.stop_fn is None and run.state.trace is None
-    first = max(1, run.solver.min_iter - 1)  # a loop in the graph has one stop rule
-    has_code = is_loop and run.solver.min_iter == 1 and not keep_inverse
-    evaluations = iterate_in_code(*solve) if has_code else None
+    evaluations = iterate_in_code(*solve) if is_loop and not keeps_inverse else None
     if evaluations is None:
-        run.advance(0, first)
-        evaluations = iterate_in_graph(*solve, first) if is_loop else None
+        run.advance(0, 1)
+        evaluations = iterate_in_graph(*solve) if is_loop else None
     if evaluations is None:
-        run.advance(first, run.solver.max_iter)
+        run.advance(1, run.solver.max_iter)
         return run.solver.max_iter
     run.batches.sample_evaluations = evaluations * run.packing.batch
     return evaluations
 
 
 class Watch:
-    """Number of running samples that the host has read; -1 before."""
+    """Number of running samples that the host has read; -1 before.
+
+    Attributes:
+        every: iterations between two looks at the number.
+    """
+
+    every = 1
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
@@ -184,6 +183,8 @@ class Watch:
 
 class LateWatch(Watch):
     """Number at the previous check, which the device has computed meanwhile, so that the host does not wait."""
+
+    every = 2  # a look costs a copy and a launch: more than one surplus evaluation
 
     def __init__(self, active: Tensor):
         super().__init__(active)
@@ -213,28 +214,6 @@ def watch_of(active: Tensor) -> Watch:
     return LateWatch(active) if active.is_cuda else Watch(active)
 
 
-def mixed_rows(
-    mixing_fn: MixingFn, packing: Packing, rows: Tensor, value: Any, *which: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Rows (B, E) of the error and (B, D) of the proposal at z of these rows, in memory of their own.
-
-    Raises:
-        TypeError, ValueError: `mixing_fn` writes to its arguments or returns another pair.
-    """
-    z = packing.unpack(rows)
-    before = versions((z, value))
-    returned = mixing_fn(z, value, *which)
-    if versions((z, value)) != before:
-        raise ValueError("mixing_fn must not modify its arguments, got one that works in place on z or f(z)")
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"mixing_fn must return a tuple (error, proposal), got {type(returned).__name__}")
-    error = packing.pack_error(returned[0]).clone()
-    try:
-        return error, packing.pack_value(returned[1], rows).clone()
-    except (TypeError, ValueError) as wrong:
-        raise type(wrong)(f"mixing_fn's proposal must be as f's value, whose place it takes: {wrong}") from None
-
-
 class Whole:
     """Batches of all samples, which f is called with."""
 
@@ -244,22 +223,16 @@ class Whole:
     def take_all(self) -> None:
         """Put all samples into the next batch, because some run again."""
 
-    def evaluate(
-        self, f: Callable[..., Any], packing: Packing, state: State, mixing_fn: MixingFn | None
-    ) -> tuple[Any, list[Tensor]]:
-        """Call f and, if there is one, `mixing_fn`; return f's value, and rows of it, of the error and the proposal."""
-        return self._called(f, packing, state.z, mixing_fn)
+    def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
+        """Call f; return its value, and rows of it."""
+        return self._called(f, packing, state.z)
 
     def _called(
-        self, f: Callable[..., Any], packing: Packing, rows: Tensor, mixing_fn: MixingFn | None, *which: Tensor | None
-    ) -> tuple[Any, list[Tensor]]:
+        self, f: Callable[..., Any], packing: Packing, rows: Tensor, *which: Tensor | None
+    ) -> tuple[Any, Tensor]:
         self.sample_evaluations += packing.batch
         value = evaluate(f, packing.unpack(rows), *which)
-        found = [packing.pack_value(value, rows)]
-        if mixing_fn is not None:
-            found[0] = kept(found[0])
-            found += mixed_rows(mixing_fn, packing, rows, value, *which)
-        return value, found
+        return value, packing.pack_value(value, rows)
 
 
 class Compaction(Whole):
@@ -275,17 +248,15 @@ class Compaction(Whole):
     def take_all(self) -> None:
         self.rows = None
 
-    def evaluate(
-        self, f: Callable[..., Any], packing: Packing, state: State, mixing_fn: MixingFn | None
-    ) -> tuple[Any, list[Tensor]]:
+    def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
         self._drop(packing, state)
         if (which := self.rows) is None:
-            return self._called(f, packing, state.z, mixing_fn, None)
+            return self._called(f, packing, state.z, None)
         part = packing.resized(len(which))
-        value, found = self._called(f, part, state.z.index_select(0, which), mixing_fn, which)
+        value, rows = self._called(f, part, state.z.index_select(0, which), which)
         if self.fills:
             value = part.fill(packing.unpack(state.z), value, which)
-        return value, [rows.new_empty(packing.batch, rows.shape[1]).index_copy_(0, which, rows) for rows in found]
+        return value, rows.new_empty(packing.batch, rows.shape[1]).index_copy_(0, which, rows)
 
     def _drop(self, packing: Packing, state: State) -> None:
         """Select the running rows again if enough others are done; this waits for the device."""
@@ -306,24 +277,19 @@ class Run:
     batches: Whole
     stop_fn: StopFn | None = None
     made: int = 0  # evaluations; a solver may skip numbers
-    rule: StopRule | None = None  # of the evaluations from min_iter on, once f has returned its first value
 
     def advance(self, first: int, until: int) -> None:
         """Run the iterations first ... until - 1."""
         solver, state = self.solver, self.state
         for k in range(first, until):
             last = k + 1 == solver.max_iter
-            mixing_fn = None if last else solver.mixing_fn
-            value, (rows, *state.mixed) = self.batches.evaluate(self.f, self.packing, state, mixing_fn)
+            value, rows = self.batches.evaluate(self.f, self.packing, state)
             if k == 0:
-                self.rule = solver.rule(self.packing.stall_floor(value))
-                state.rule = self.rule if solver.min_iter == 1 else self.rule.undecided()
+                state.rule = solver.rule(self.packing.stall_floor(value))
             if self.stop_fn is not None:
                 rows = kept(rows)
                 self._end(self._asked(self.stop_fn, value, k + 1), rows, k)
             solver.advance(state, rows, k, last)
-            if self.rule is not None and state.rule is not self.rule and k + 2 >= solver.min_iter:
-                state.begin_to_judge(self.rule)
             if state.trace is not None:
                 state.trace[self.made].copy_(state.residual)
             self.made += 1

@@ -111,12 +111,12 @@ def solve_cell(
 ) -> Solution | None:
     """Solve a cell act(W z + injection()) in one launch, or return None if only the ordinary loop serves.
 
-    One launch needs the solver ``Picard(relaxation=1)`` with min_iter 1, and a state of one float32 or float64 tensor
+    One launch needs the solver ``Picard(relaxation=1)``, and a state of one float32 or float64 tensor
     (B, D), in the dtype of W. It also needs a kernel for this size; without it, a kernel chosen by name runs the
     ordinary loop. Under bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as
     in the loop.
     """
-    if type(solver) is not Picard or solver.relaxation != 1 or solver.min_iter > 1:
+    if type(solver) is not Picard or solver.relaxation != 1:
         return None
     if not isinstance(z0, Tensor) or z0.dim() != 2:
         return None
@@ -180,7 +180,7 @@ def fc_fixed_point(
         c: (B, D), float32 or float64.
         z0: the start, shaped like c; None: zeros.
         activation: "identity", "relu", "tanh" or "gelu" (with erf).
-        solver: ``Picard`` with relaxation 1; None: ``Picard()``. With a min_iter above 1 the ordinary loop solves.
+        solver: ``Picard`` with relaxation 1; None: ``Picard()``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) if W fits
             no kernel or, on a GPU, if B D^2 exceeds 2^28. By name, "triton" supports float32 with D <= 128, or bfloat16
             weights with D <= 256 (128 if a block has less than 144 KiB of shared memory). "cuda" supports D <= 2048, if
@@ -218,9 +218,8 @@ def fc_fixed_point(
 def _solve(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
 ) -> Solution:
-    """Solve in one launch, or in the ordinary loop if "auto" prefers it, or if an export or min_iter needs it."""
-    in_steps = is_exporting() or solver.min_iter > 1
-    if not in_steps and (requested != "auto" or serves(requested, kernel, weight, c)):
+    """Solve in one launch, or in the ordinary loop if "auto" prefers it or an export needs it."""
+    if not is_exporting() and (requested != "auto" or serves(requested, kernel, weight, c)):
         return _launch(weight, c, z0, activation, solver, kernel, 0.0)
     wide, function = weight.detach().to(c.dtype), reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
     with torch.autocast(c.device.type, enabled=False):
@@ -231,7 +230,7 @@ def _solve_traced(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
 ) -> Solution:
     """``_solve`` as one op of a graph of torch.compile."""
-    settings = solver.rtol, solver.max_iter, solver.atol, solver.norm, solver.min_iter
+    settings = solver.rtol, solver.max_iter, solver.atol, solver.norm
     value, status, iterations, relative, absolute, calls = torch.ops.deqfast.solve_fc(
         weight.detach(), c.detach(), z0.detach(), activation, *settings, requested
     )
@@ -248,10 +247,9 @@ def _solve_op(
     max_iter: int,
     atol: float,
     norm: str,
-    min_iter: int,
     kernel: str,
 ) -> list[Tensor]:
-    solver = Picard(rtol, max_iter, atol=atol, norm=norm, min_iter=min_iter)
+    solver = Picard(rtol, max_iter, atol=atol, norm=norm)
     found = _solve(weight, c, z0, activation, solver, kernel, choose_kernel(kernel, c.device))
     calls = torch.tensor([found.evaluations, found.sample_evaluations], device="cpu")
     # The residuals are rows of one tensor, and results of an op may not share memory.

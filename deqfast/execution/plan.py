@@ -19,7 +19,7 @@ from ..torch_internals.transforms import in_forward_mode, in_torch_func
 from .compiled import Compiled
 from .cuda_graph import Graphs
 from .linearised import Linearised
-from .loop import StopFn
+from .loop import Keep, StopFn
 
 Context = Literal["eager", "torch.func", "torch.export"]
 
@@ -52,7 +52,6 @@ class Plan:
         scale: sizes of the tensors of the state, if given.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
         kernel: name of the kernels of all solves, forward and backward.
-        sync_every: iterations between checks whether all samples are done, forward and backward.
         drop_converged: give the cell only the rows of running samples.
         graphs: if given, these capture the forward solve and replay it.
         compiled: if given, its code runs the forward solve.
@@ -60,7 +59,7 @@ class Plan:
         context: where the forward pass runs.
         trace: record the residual after every evaluation.
         stop_fn: a second rule that ends samples.
-        keep_inverse: keep the solver's history for ``Solution.transposed_inverse``.
+        keep_inverse: called with the estimate of the inverse Jacobian by the solver's history, for ``SHINE``.
         on_backward: called with the Solution of a backward solve.
         advances: the returned value is not z* but the result of the gradient's own calls of the cell.
     """
@@ -75,7 +74,6 @@ class Plan:
     per_sample: Any = None
     # How it is executed.
     kernel: str = "auto"
-    sync_every: int | None = None
     drop_converged: bool = False
     graphs: Graphs | None = None
     compiled: Compiled | None = None
@@ -84,7 +82,7 @@ class Plan:
     # What is recorded, and what is called back.
     trace: bool = False
     stop_fn: StopFn | None = None
-    keep_inverse: bool = False
+    keep_inverse: Keep | None = None
     on_backward: Callable[[Solution], None]
     advances: bool = False
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..solution import Solution
+from ..solve import solve_keeping
 from ..solvers import Anderson, Broyden, Picard, Solver
 from .tolerances import rounding
 
@@ -33,6 +34,16 @@ class Recorder:
 
     def __len__(self) -> int:
         return len(self.arguments)
+
+
+def solve_with_inverse(
+    f: Callable[..., Any], z0: Any, solver: Solver, kernel: str, drop_converged: bool = False
+) -> tuple[Solution, Callable[[Any], Any]]:
+    """Solution, and the estimate v -> (I - J^T)^-1 v that ``SHINE`` takes from its history."""
+    kept: list[Callable[[Any], Any]] = []
+    options: dict[str, Any] = {"groups": None, "scale": None, "stop_fn": None, "trace": False}
+    solution = solve_keeping(kept.append, f, z0, solver, kernel, drop_converged=drop_converged, **options)
+    return solution, kept[0]
 
 
 # name -> constructor, with the default arguments of `Solver` first.
