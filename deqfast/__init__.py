@@ -26,7 +26,7 @@ from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory
 from .solution import Solution, Status
 from .solve import solve
-from .solvers import Anderson, Auto, Broyden, Picard
+from .solvers import Anderson, Auto, Broyden, MixedAnderson, Picard, Solver
 from .state.groups import Groups
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ __all__ = [
     "Implicit",
     "JFB",
     "LinearCell",
+    "MixedAnderson",
     "MonotoneCell",
     "NCResult",
     "Neumann",
@@ -61,6 +62,7 @@ __all__ = [
     "SHINE",
     "Solution",
     "SolveDropout",
+    "Solver",
     "Status",
     "SubhomogeneousCell",
     "Unrolled",

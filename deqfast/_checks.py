@@ -44,7 +44,6 @@ _OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "stop": ("rtol", "atol"),
     "stop_mode": ("rtol", "atol"),
     "f_stop_mode": ("rtol", "atol"),
-    "check_every": ("sync_every",),
     "compact": ("drop_converged",),
     "halt": ("stop_fn",),
     "f_solver": ("solver",),

@@ -55,7 +55,7 @@ def fixed_point(
         solver: of the forward solve, as for ``DEQBlock``.
         adjoint: how gradients are found, as for ``DEQBlock``.
         return_solution: return the Solution too.
-        options: further ones of ``DEQBlock`` and of its call: kernel, sync_every, drop_converged, per_sample, trace,
+        options: further ones of ``DEQBlock`` and of its call: kernel, drop_converged, per_sample, trace,
             stop_fn, scale, warn, groups. The warning comes at every call. `per_sample` is a tuple like `args`.
 
     Returns:

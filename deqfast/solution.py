@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -27,7 +26,6 @@ class Status(IntEnum):
         STOPPED: the caller's rule `stop_fn` ended the solve of the sample.
         MAX_ITER: f was called max_iter times, and no iterate met the tolerance.
         ESCAPED: f was called max_iter times. An iterate met the tolerance only because it had run away from every fixed
-            point.
             point.
 
     Examples:
@@ -89,8 +87,6 @@ class Solution:
         trace: (evaluations, B) residual of the best iterate after every evaluation; None if it was not recorded.
         trace_rel: the trace of ``residual_rel``, or None.
         trace_abs: the trace of ``residual_abs``, or None.
-        transposed_inverse: maps v like z0 to an estimate of (I - J^T)^-1 v, J the Jacobian of f at `value`, from the
-            history of the solve; None if it was not kept.
 
     Examples:
         >>> slope = torch.tensor([[0.5], [1.0]])
@@ -114,7 +110,6 @@ class Solution:
     trace: Tensor | None = None
     trace_rel: Tensor | None = None
     trace_abs: Tensor | None = None
-    transposed_inverse: Callable[[Any], Any] | None = None
 
     @functools.cached_property
     def counts(self) -> list[int] | None:

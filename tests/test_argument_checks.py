@@ -68,7 +68,6 @@ OTHER_WORDS = {
     "step": ((Neumann, Phantom, Reversible), "steps' or 'relaxation"),
     **dict.fromkeys(("mixing", "beta"), ((Picard, Anderson, Broyden), "relaxation")),
     **dict.fromkeys(("damping", "tau"), ((Picard, Anderson, Broyden, Neumann, Phantom, Reversible), "relaxation")),
-    "check_every": ((partial(DEQBlock, halve),), "sync_every"),
     "compact": ((partial(DEQBlock, halve),), "drop_converged"),
     "halt": ((partial(DEQBlock, halve),), "stop_fn"),
 }

@@ -38,7 +38,6 @@ def test_what_broyden_solves_is_the_same(wave):
     [
         ({}, "torch"),
         ({}, "cpp"),
-        ({"sync_every": 7}, "cpp"),
         ({"drop_converged": True}, "cpp"),
         ({"trace": True}, "cpp"),
     ],
@@ -91,5 +90,5 @@ def test_a_block_with_groups_and_gradients():
 
 def test_by_name_and_without_an_inverse():
     assert DEQBlock(torch.add, "auto").solver == Auto()
-    with pytest.raises(ValueError, match="only Anderson and Broyden have an inverse"):
+    with pytest.raises(ValueError, match="SHINE needs the history of Anderson or Broyden"):
         DEQBlock(lambda z, x: z / 2 + x, "auto", "shine")(torch.ones(2, 2, requires_grad=True))

@@ -11,7 +11,7 @@ from deqfast import Broyden, Status, solve
 from deqfast.ops import Kernel, choose_kernel
 from deqfast.solvers.broyden import StepsState
 from deqfast.solvers.multisecant import MultisecantState
-from deqfast.testing import PROBLEMS, assert_solves
+from deqfast.testing import PROBLEMS, assert_solves, solve_with_inverse
 from deqfast.testing.states import StepsCase, make_state, same_bits, value_of_f
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ class TestSolves:
         problem = PROBLEMS[name](batch=3, dtype=dtype, **({"dim": 5} if name == "sawtooth" else {}))
         solver = Broyden(tol, 40, history_size=40)
         steps = solve(problem.f, problem.z0, solver, kernel)
-        pairs = solve(problem.f, problem.z0, solver, kernel, keep_inverse=True)
+        pairs, _ = solve_with_inverse(problem.f, problem.z0, solver, kernel)
         assert_solves(steps, problem)
         assert_solves(pairs, problem)
         assert (steps.iterations - pairs.iterations).abs().max() <= 1
@@ -124,4 +124,4 @@ def test_when_only_steps_are_kept(solver, only, kernel, device):
     on_cpu, kernel = kernel in ("torch", "cpp"), choose_kernel(kernel, torch.device(device))
     z = torch.zeros(2, 5, device=device)
     assert type(solver.init(z, kernel)) is (StepsState if only and on_cpu else MultisecantState)
-    assert type(solver.init(z, kernel, keep_inverse=True)) is MultisecantState
+    assert type(solver.init_pairs(z, kernel)) is MultisecantState

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
-from deqfast.execution.loop import LateWatch
+from deqfast.engine.loop import LateWatch, Watch
 from deqfast.ops import Kernel
 from deqfast.testing import SOLVERS
 
@@ -59,11 +59,13 @@ LOOK = "aten::_local_scalar_dense"
 
 @every_solver
 @pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
-def test_a_step_is_one_operation(name, kernel, device):
+def test_a_step_is_one_operation(name, kernel, device, monkeypatch):
     """Next to f, between two looks: one op; where pairs are kept also a first copy, in case f reuses its buffer."""
     solver = SOLVERS[name](rtol=1e-30, max_iter=8)  # Anderson's window of 6 slides too
+    for watch in (Watch, LateWatch):
+        monkeypatch.setattr(watch, "every", 100)
     with Trace() as trace:
-        deqfast.solve(trace.wrap(slow), torch.zeros(2, 16, device=device), solver, kernel, sync_every=100)
+        deqfast.solve(trace.wrap(slow), torch.zeros(2, 16, device=device), solver, kernel)
     steps = [[op for op in step if op not in VIEWS] for step in trace.steps()]
     assert len(steps) == 8
     op = {"picard": "picard_step", "broyden": "broyden_step"}.get(name, "multisecant_step")
@@ -77,13 +79,12 @@ def test_a_step_is_one_operation(name, kernel, device):
 
 
 @every_solver
-@pytest.mark.parametrize("sync_every", [1, 2, 7])
-def test_waits_of_a_solve_on_the_cpu(name, sync_every):
+def test_waits_of_a_solve_on_the_cpu(name):
     """One for z0, one per look."""
     with Trace() as trace:
-        solution = deqfast.solve(slow, torch.zeros(2, 16), SOLVERS[name](rtol=1e-30), "cpp", sync_every=sync_every)
+        solution = deqfast.solve(slow, torch.zeros(2, 16), SOLVERS[name](rtol=1e-30), "cpp")
     waits = trace.names.count(LOOK)
-    assert waits == math.ceil(solution.evaluations / sync_every)
+    assert waits == solution.evaluations
 
 
 class FakeEvent:
@@ -100,8 +101,7 @@ class FakeEvent:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts events that a GPU would have")
 @every_solver
-@pytest.mark.parametrize("sync_every", [1, 2, 7])
-def test_a_late_look_never_waits_for_the_step_before_it(name, sync_every, monkeypatch):
+def test_a_late_look_never_waits_for_the_step_before_it(name, monkeypatch):
     """Solves on the CPU look at the count as they do on a GPU."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -109,11 +109,11 @@ def test_a_late_look_never_waits_for_the_step_before_it(name, sync_every, monkey
     monkeypatch.setattr(FakeEvent, "waits", 0)
     f, z0, solver = (lambda z: 0.5 * z + 1), torch.zeros(2, 16), SOLVERS[name](rtol=1e-3)
     with Trace() as trace:
-        solution = deqfast.solve(f, z0, solver, "cpp", sync_every=sync_every)
+        solution = deqfast.solve(f, z0, solver, "cpp")
     needed = max(solution.iterations.tolist())
-    assert solution.evaluations == min(20, (math.ceil(needed / sync_every) + 1) * sync_every)
+    assert solution.evaluations == min(20, (math.ceil(needed / 2) + 1) * 2)
     assert trace.names.count(LOOK) == 1  # z0 is finite
-    looks = min(math.ceil(solution.evaluations / sync_every), math.ceil(20 / sync_every) - 1)
+    looks = min(math.ceil(solution.evaluations / 2), 20 // 2 - 1)
     assert FakeEvent.waits == looks - 1
     assert bool(solution.converged.all())
 
@@ -147,7 +147,7 @@ def test_launches_of_the_emulated_cuda_kernels(name, batch, monkeypatch):
     for op in ("picard_step", "multisecant_step"):
         emulate.load(op)
     monkeypatch.setattr(Kernel, "op", lambda kernel, op: getattr(torch.ops.deqfast_emulated, op))
-    monkeypatch.setattr("deqfast.execution.loop.choose_kernel", lambda kernel, device: Kernel("cuda"))
+    monkeypatch.setattr("deqfast.engine.solve.choose_kernel", lambda kernel, device: Kernel("cuda"))
     before, z0 = emulate.launches(), torch.zeros(batch, 8192)
     solution = deqfast.solve(slow, z0, SOLVERS[name](rtol=1e-30, max_iter=5))
     per_step = 2 if batch == 1 else 1

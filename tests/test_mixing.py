@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deqfast import Anderson, DEQBlock, Implicit, LinearCell, Picard, Status, solve
+from deqfast import Anderson, DEQBlock, Implicit, LinearCell, MixedAnderson, Picard, Status, solve
 from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, assert_same_solution, rounding
 
 
@@ -58,7 +58,7 @@ def pulay(errors, targets):
 @pytest.mark.parametrize(("relaxation", "history"), [(1.0, 2), (0.7, 5)])
 def test_every_step_is_pulays(relaxation, history, kernel, device):
     f, mixing = Map(device=device), Recorded(device)
-    solver = Anderson(1e-3, 9, history_size=history, relaxation=relaxation, ridge=0.0, mixing_fn=mixing)
+    solver = MixedAnderson(1e-3, 9, history_size=history, relaxation=relaxation, ridge=0.0, mixing_fn=mixing)
     ends = solve(f, f.start, solver, kernel).iterations.tolist()
     compared = frozen = 0
     for k in range(1, len(mixing.z) - 1):
@@ -81,9 +81,9 @@ def test_every_step_is_pulays(relaxation, history, kernel, device):
 @pytest.mark.parametrize("relaxation", [1.0, 0.5])
 def test_with_the_residual_it_is_anderson(relaxation):
     f = Map()
-    solver = Anderson(1e-10, 60, relaxation=relaxation)
-    plain = solve(f, f.start, solver, "torch", trace=True)
-    mixed = solve(f, f.start, replace(solver, mixing_fn=lambda z, fz: (fz - z, fz)), trace=True)
+    plain = solve(f, f.start, Anderson(1e-10, 60, relaxation=relaxation), "torch", trace=True)
+    solver = MixedAnderson(1e-10, 60, relaxation=relaxation, mixing_fn=lambda z, fz: (fz - z, fz))
+    mixed = solve(f, f.start, solver, trace=True)
     assert plain.converged.all() and mixed.converged.all()
     # The ridge bounds the condition number of the normal equations by 1e6; the first steps have few pairs.
     torch.testing.assert_close(mixed.trace[:6], plain.trace[:6], rtol=6 * 1e6 * rounding(torch.float64), atol=0.0)
@@ -101,7 +101,7 @@ def test_samples_that_are_done_leave_the_batch():
         metric = f.weight if rows is None else f.weight[rows]
         return ((fz - z)[:, None] @ (metric + torch.eye(12, dtype=torch.float64)))[:, 0], fz
 
-    solver = Anderson(1e-8, 60, mixing_fn=mixing)
+    solver = MixedAnderson(1e-8, 60, mixing_fn=mixing)
     whole = solve(f, f.start, solver)
     assert sizes == [(5, None)] * len(sizes)
     sizes.clear()
@@ -127,7 +127,7 @@ def test_structures_groups_and_scales():
         return fz["b"] - z["b"], {key: z[key] + 0.9 * (fz[key] - z[key]) for key in ("b", "a")}
 
     start = {"a": torch.zeros(6, 4, dtype=torch.float64), "b": torch.zeros(6, 2, dtype=torch.complex128)}
-    solver = Anderson(1e-9, 60, mixing_fn=mixing)
+    solver = MixedAnderson(1e-9, 60, mixing_fn=mixing)
     found = solve(f, start, solver, groups=groups, scale={"a": 4.0, "b": 1.0})
     assert found.converged.all() and len(found.status) == 3
     assert set(seen) == {((6, 4), torch.complex128)}
@@ -145,10 +145,10 @@ def test_structures_groups_and_scales():
 
 def test_gradients_do_not_depend_on_it():
     cell, x = LinearCell(6).double(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    solver = Anderson(1e-10, 60)
+    mixed = MixedAnderson(1e-10, 60, mixing_fn=lambda z, fz: ((fz - z) * torch.arange(1.0, 7.0), fz))
     gradients = []
-    for mixing_fn in (None, lambda z, fz: ((fz - z) * torch.arange(1.0, 7.0), fz)):
-        block = DEQBlock(cell, replace(solver, mixing_fn=mixing_fn), Implicit(Anderson(1e-10, 100)))
+    for solver in (Anderson(1e-10, 60), mixed):
+        block = DEQBlock(cell, solver, Implicit(Anderson(1e-10, 100)))
         gradients.append(torch.autograd.grad(block(x).square().sum(), x)[0])
         compiled = torch.compile(block, backend="eager", fullgraph=True)
         assert_close(compiled(x), block(x), GRADIENT)
@@ -158,7 +158,7 @@ def test_gradients_do_not_depend_on_it():
 
 def test_errors_that_are_not_finite_give_plain_steps():
     f = Map(batch=2)
-    broken = solve(f, f.start, Anderson(1e-6, 5, mixing_fn=lambda z, fz: ((fz - z) * torch.nan, fz)))
+    broken = solve(f, f.start, MixedAnderson(1e-6, 5, mixing_fn=lambda z, fz: ((fz - z) * torch.nan, fz)))
     plain = f.start
     for _ in range(4):
         plain = f(plain)
@@ -172,7 +172,7 @@ def test_a_proposal_that_is_not_finite_ends_its_sample():
         spoiled = torch.where(torch.arange(3)[:, None] == 1, torch.nan, fz)
         return fz - z, spoiled if (fz - z)[1].norm() < 0.1 else fz
 
-    solver = Anderson(1e-6, 60, mixing_fn=mixing)
+    solver = MixedAnderson(1e-6, 60, mixing_fn=mixing)
     found, plain = solve(f, f.start, solver), solve(f, f.start, replace(solver, mixing_fn=lambda z, fz: (fz - z, fz)))
     assert found.status.tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED] and plain.converged.all()
     assert torch.equal(found.value[::2], plain.value[::2]) and found.value.isfinite().all()
@@ -194,8 +194,10 @@ def test_a_value_that_is_overwritten_is_judged_as_f_returned_it(callback, drop_c
         value.copy_(z)
         return torch.zeros(3, dtype=torch.bool)
 
-    solver = Anderson(1e-6, 60, mixing_fn=mixing if callback == "mixing_fn" else None)
-    honest = replace(solver, mixing_fn=(lambda z, fz, rows=None: (fz - z, fz)) if callback == "mixing_fn" else None)
+    solver = honest = Anderson(1e-6, 60)
+    if callback == "mixing_fn":
+        solver = MixedAnderson(1e-6, 60, mixing_fn=mixing)
+        honest = replace(solver, mixing_fn=lambda z, fz, rows=None: (fz - z, fz))
     options = {"drop_converged": drop_converged}
     plain = solve(f, f.start, honest, **options)
     with torch.inference_mode():
@@ -211,7 +213,7 @@ def test_the_unit_of_the_error_changes_no_bit(unit, kernel):
     f = Map()
 
     def solved(unit):
-        solver = Anderson(1e-4, 40, mixing_fn=lambda z, fz: (unit * (fz - z), fz))
+        solver = MixedAnderson(1e-4, 40, mixing_fn=lambda z, fz: (unit * (fz - z), fz))
         return solve(lambda z: f(z.double()).float(), f.start.float(), solver, kernel)
 
     assert solved(1.0).converged.all() and solved(1.0).evaluations < 20
@@ -222,7 +224,7 @@ def test_the_unit_of_the_error_changes_no_bit(unit, kernel):
 @pytest.mark.parametrize("dim", [300, 40_000])  # torch's threads share sums of at least 2^15 numbers to one
 def test_a_sample_has_the_same_bits_in_a_batch_of_one(dim, kernel):
     rates, x = torch.tensor([[0.9], [0.5], [0.95]]), torch.linspace(-2, 2, dim)
-    solver = Anderson(1e-5, 40, mixing_fn=lambda z, fz: ((fz - z) * torch.linspace(0.5, 1, dim), fz))
+    solver = MixedAnderson(1e-5, 40, mixing_fn=lambda z, fz: ((fz - z) * torch.linspace(0.5, 1, dim), fz))
 
     def solved(rates):
         return solve(lambda z: rates * torch.cos(z) + x, torch.zeros(len(rates), dim), solver, kernel).value
@@ -233,12 +235,6 @@ def test_a_sample_has_the_same_bits_in_a_batch_of_one(dim, kernel):
         assert torch.equal(solved(rates), torch.cat([solved(rate) for rate in rates.split(1)]))
     finally:
         torch.set_num_threads(threads)
-
-
-def test_a_cells_own_solve_is_not_asked():
-    cell = LinearCell(6)
-    cell.fixed_point = lambda *_: pytest.fail("it knows no mixing_fn")
-    DEQBlock(cell, Anderson(mixing_fn=lambda z, fz: (fz - z, fz)))(torch.randn(4, 6))
 
 
 WRONG = [
@@ -266,20 +262,22 @@ WRONG = [
 def test_a_wrong_function_is_told(mixing_fn, kind, said):
     f = Map()
     with pytest.raises(kind, match=said):
-        solve(f, f.start, Anderson(mixing_fn=mixing_fn))
+        solve(f, f.start, MixedAnderson(mixing_fn=mixing_fn))
 
 
 def test_wrong_settings_are_told():
     with pytest.raises(TypeError, match="mixing_fn must be callable, got 3"):
-        Anderson(mixing_fn=3)
-    for wrong in ({"kind": "I"}, {"history_dtype": torch.bfloat16}):
-        with pytest.raises(ValueError, match="mixing_fn needs kind='II' and history_dtype=None, got '"):
-            Anderson(mixing_fn=lambda z, fz: (fz - z, fz), **wrong)
-    with pytest.raises(ValueError, match="no mixing_fn"):
-        Implicit(Anderson(mixing_fn=lambda z, fz: (fz - z, fz)))
+        MixedAnderson(mixing_fn=3)
+    with pytest.raises(ValueError, match="history_size must be at least 1, got 0"):
+        MixedAnderson(history_size=0, mixing_fn=lambda z, fz: (fz - z, fz))
+    for name in ("relaxation", "ridge"):
+        with pytest.raises(ValueError, match=f"{name} must be finite .*, got -1"):
+            MixedAnderson(**{name: -1}, mixing_fn=lambda z, fz: (fz - z, fz))
+    with pytest.raises(ValueError, match="must not be MixedAnderson"):
+        Implicit(MixedAnderson(mixing_fn=lambda z, fz: (fz - z, fz)))
 
 
-@pytest.mark.parametrize("mixes", [False, True], ids=["Picard", "Anderson"])
+@pytest.mark.parametrize("mixes", [False, True], ids=["Picard", "MixedAnderson"])
 def test_positions_as_samples_keep_a_causal_cell_causal(mixes, kernel, device):
     """Earlier positions are independent of later tokens, to the bit if the kernel keeps samples apart to the bit."""
     batch, length, width = 2, 6, 3
@@ -296,8 +294,9 @@ def test_positions_as_samples_keep_a_causal_cell_causal(mixes, kernel, device):
         def errors(z, fz):
             return (up_to * (fz - z).view(batch, 1, length, width)).reshape(batch * length, -1), fz
 
-        own = mixes and len(flat) == 2
-        solver = Anderson(1e-2, 30, mixing_fn=errors if own else None) if mixes else Picard(1e-2, 30)
+        solver = Anderson(1e-2, 30) if mixes else Picard(1e-2, 30)
+        if mixes and len(flat) == 2:
+            solver = MixedAnderson(1e-2, 30, mixing_fn=errors)
         solution = solve(f, torch.zeros(flat, dtype=x.dtype, device=device), solver, kernel)
         assert (solution.status == Status.CONVERGED).all()
         return solution.value.view(x.shape)[:, :3]

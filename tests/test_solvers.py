@@ -210,7 +210,7 @@ def test_a_history_of_pairs_takes_the_memory_it_says(name):
         ({"max_iter": 100, "history_size": None}, 100, torch.float32),
         ({"max_iter": 100, "history_size": 33, "history_dtype": torch.bfloat16}, 33, torch.bfloat16),
     ]:
-        state = SOLVERS[name](**settings).init(z.clone(), kernel, keep_inverse=True)
+        state = SOLVERS[name](**settings).init_pairs(z.clone(), kernel)
         for window in (state.left, state.df):
             assert window.shape == (2, slots, 7) and window.dtype == dtype
             assert window.isnan().all()  # nothing reads what was not written

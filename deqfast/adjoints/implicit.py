@@ -24,7 +24,7 @@ from ..execution.functorch import (
 from ..execution.linearised import Product
 from ..execution.plan import Plan
 from ..solution import Solution
-from ..solvers import Anderson, Solver, as_solver
+from ..solvers import Anderson, MixedAnderson, Solver, as_solver
 from ..torch_internals import pytree
 from ..torch_internals.autograd import (
     Gradients,
@@ -64,7 +64,7 @@ class Implicit(Adjoint):
             of the loss does not matter. None: ``Anderson(rtol=1e-6, max_iter=150, history_size=16)``.
 
     Raises:
-        ValueError: `solver` is not a solver or a solver's name, or has an absolute tolerance or a `mixing_fn`.
+        ValueError: `solver` is not a solver or a solver's name, is ``MixedAnderson``, or has an absolute tolerance.
 
     Examples:
         >>> adjoint = deqfast.Implicit(deqfast.Anderson(rtol=1e-5, max_iter=30))
@@ -82,8 +82,8 @@ class Implicit(Adjoint):
             object.__setattr__(self, "solver", solver)
             if solver.atol:
                 raise ValueError(f"the solver of Implicit must have a positive rtol and atol=0, got {self.solver}")
-            if solver.mixing_fn is not None:
-                raise ValueError(f"the solver of Implicit must have no mixing_fn, which is for states, got {solver}")
+            if isinstance(solver, MixedAnderson):
+                raise ValueError(f"the solver of Implicit must not be MixedAnderson, which is for states, got {solver}")
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number
-from ..engine.solve import check_inverse
+from ..engine.solve import Inverse, check_inverse
+from ..execution.choose import choose
 from ..execution.confirm import confirmed
 from ..execution.plan import Plan
 from ..solution import Solution
@@ -50,26 +51,24 @@ class SHINE(Adjoint):
         check_number("fallback", self.fallback, 1.0)
 
     def __call__(self, plan: Plan) -> tuple[Any, Solution]:
-        if plan.is_differentiated:
-            check_inverse(plan.solver)
-            plan = replace(plan, options=replace(plan.options, keeps_inverse=True))
-        value, solution = super().__call__(plan)
-        return value, replace(solution, transposed_inverse=None)  # or the history would live as long as the Solution
-
-    def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
+        if plan.context == "torch.func" or not plan.is_differentiated:
+            return super().__call__(plan)
+        check_inverse(plan.solver)
+        kept: list[Inverse] = []
+        plan = replace(plan, options=plan.options.keeping(), keep_inverse=kept.append)
+        solution = choose(plan)(plan)
         z, x, broken = plan.without_broken(solution)
         recorded = Recorded(plan.cell, detached(z), x)
-        rule = _Shared(self.fallback, solution, plan)
+        rule = _Shared(self.fallback, solution, plan, kept.pop())
         return attach(solution.value, recorded, rule, broken), confirmed(solution, plan.options, z, recorded.outputs)
 
 
 class _Shared(Rule):
     """Product of the gradients with the inverse estimate; a sample with too long a product keeps its gradient."""
 
-    def __init__(self, fallback: float, solution: Solution, plan: Plan) -> None:
+    def __init__(self, fallback: float, solution: Solution, plan: Plan, inverse: Inverse) -> None:
         super().__init__("SHINE")
-        assert solution.transposed_inverse is not None
-        self.fallback, self.groups, self.inverse = fallback, plan.groups, solution.transposed_inverse
+        self.fallback, self.groups, self.inverse = fallback, plan.groups, inverse
         self.spec = pytree.tree_structure(solution.value)
         self.factors = factors_of(plan.options.linear(plan.solver)[1].scale, self.spec)
 

@@ -102,7 +102,7 @@ class CellHooks(Protocol):
         """Solve z = f(z, x) by the cell's own method; return None if the ordinary loop has to solve it.
 
         Called once per forward pass under ``torch.no_grad`` in place of ``deqfast.solve``. It is not called with
-        trace=True, `stop_fn`, `groups`, `scale`, a `mixing_fn`, a min_iter above 1, ``SHINE``, ``Unrolled`` or
+        trace=True, `stop_fn`, `groups`, `scale`, ``SHINE``, ``Unrolled`` or
         ``Reversible``, nor in ``trajectory``, nor under torch.func or torch.export.
 
         Args:

@@ -69,8 +69,8 @@ def _of_solvers(d: Any) -> Iterator[str]:
     if not able or (d.converged and (not own or able[0].own >= FEWER * own[0].own)):
         return
     best = own[0] if own and able[0].own >= FEWER * own[0].own else able[0]
-    rule = {name: getattr(d.solver, name) for name in ("rtol", "atol", "norm", "min_iter")}
-    better = spelled(replace(best.solver, **rule, max_iter=max(_budget(best.own), d.solver.min_iter)))
+    rule = {name: getattr(d.solver, name) for name in ("rtol", "atol", "norm")}
+    better = spelled(replace(best.solver, **rule, max_iter=_budget(best.own)))
     yield f"Take solver={better}: all samples meet the tolerance in {best.own} evaluations."
 
 

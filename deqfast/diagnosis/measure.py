@@ -87,7 +87,7 @@ def trials(problem: Problem) -> list[tuple[Run, Solution]]:
     kinds: dict[type[Solver], Solver] = {type(s): s for s in (Picard(), Anderson(), Broyden(), own)}
     tight = min(own.rtol, TIGHT) or TIGHT
     rule: dict[str, Any] = {"rtol": tight, "atol": 0.0, "norm": own.norm}
-    rule |= {"max_iter": max(BUDGET, own.max_iter), "min_iter": 1}
+    rule["max_iter"] = max(BUDGET, own.max_iter)
     return [_trial(problem, replace(solver, **rule)) for solver in kinds.values()]
 
 

@@ -7,31 +7,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# On a GPU, reading the count of running samples costs a copy and a launch: more than one surplus evaluation.
-LOOK_EVERY_ON_GPU = 2
-
-
-def look_every(device: torch.device) -> int:
-    """Iterations between two looks at the number of running samples."""
-    return LOOK_EVERY_ON_GPU if device.type == "cuda" else 1
-
 
 def iterate(
     advance: Callable[[int, int], None],
     max_iter: int,
     watch: Watch,
-    every: int,
     patience: int = 0,
     resume: Callable[[int], int] = lambda k: k,
 ) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number.
 
-    After `every` iterations the watch looks. After every `patience` iterations, and when all samples are done,
+    The host looks as often as the watch says. After every `patience` iterations, and when all samples are done,
     `resume(k)` may let samples run again. It returns the number of the next iteration.
     """
     first = made = 0
     while first < max_iter:
-        until = min(first + every, max_iter)
+        until = min(first + watch.every, max_iter)
         if patience:
             until = min(until, first - first % patience + patience)
         advance(first, until)
@@ -47,7 +38,13 @@ def iterate(
 
 
 class Watch:
-    """Number of running samples that the host has read; -1 before."""
+    """Number of running samples that the host has read; -1 before.
+
+    Attributes:
+        every: iterations between two looks at the number.
+    """
+
+    every = 1
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
@@ -64,6 +61,8 @@ class Watch:
 
 class LateWatch(Watch):
     """Number at the previous look, which the device has computed meanwhile, so that the host does not wait."""
+
+    every = 2  # a look costs a copy and a launch: more than one surplus evaluation
 
     def __init__(self, active: Tensor):
         super().__init__(active)

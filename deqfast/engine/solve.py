@@ -16,18 +16,22 @@ from ..ops.steps import StopRule
 from ..solution import Solution
 from ..solvers import Solver
 from ..solvers.base import State
-from ..solvers.multisecant import Multisecant
+from ..solvers.multisecant import Multisecant, begun_state
 from ..state.packing import Packing
 from ..torch_internals import pytree
-from .loop import iterate, look_every, watch_of
+from .loop import iterate, watch_of
 from .parts import Compaction, StopFn, recording, stopping, whole
+
+Inverse = Callable[[Any], Any]
+"""v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
+Keep = Callable[[Inverse], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
     """What a solve is asked for, apart from f and z0; see ``deqfast.solve``. A key by identity.
 
-    keeps_inverse: keep the history of Anderson or Broyden, for ``Solution.transposed_inverse``.
+    keeps_inverse: keep the history of Anderson or Broyden, for the estimate of the inverse.
     """
 
     solver: Solver
@@ -38,18 +42,26 @@ class Options:
     drop_converged: bool = False
     trace: bool = False
     keeps_inverse: bool = False
-    _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
+    _derived: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+
+    def keeping(self) -> Options:
+        """These options, with the history kept."""
+        if "keeping" not in self._derived:
+            self._derived["keeping"] = replace(self, keeps_inverse=True)
+        found: Options = self._derived["keeping"]
+        return found
 
     def linear(self, solver: Solver) -> tuple[Options, Options]:
         """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale."""
-        if solver not in self._linear:
+        if solver not in self._derived:
             inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
             one, other = (
                 Options(solver=solver, kernel=self.kernel, groups=self.groups, scale=scale)
                 for scale in (self.scale, inverse)
             )
-            self._linear[solver] = one, other
-        return self._linear[solver]
+            self._derived[solver] = one, other
+        found: tuple[Options, Options] = self._derived[solver]
+        return found
 
 
 class Solve:
@@ -65,14 +77,18 @@ class Solve:
         self.packing = Packing(z0, options.groups, options.scale)
         self.kernel = choose_kernel(options.kernel, self.packing.device)
         self.max_iter = self.solver.max_iter if self.packing.batch else 0
-        self.every, self.patience = look_every(self.packing.device), self.solver.patience
+        self.patience = self.solver.patience
         self._rules: dict[Any, StopRule] = {}
 
-    def __call__(self, f: Callable[..., Any], z0: Any, is_fresh: bool = False) -> Solution:
-        """Solve from z0 without gradient; `is_fresh`: z0 is finite, and nobody else uses its memory."""
+    def __call__(self, f: Callable[..., Any], z0: Any, is_fresh: bool = False, keep: Keep | None = None) -> Solution:
+        """Solve from z0 without gradient.
+
+        is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
+        inverse.
+        """
         with torch.no_grad():
             state = self.begin(z0, is_fresh)
-            watch = watch_of(state.active)
+            watch, f = watch_of(state.active), self.solver.wrap(f, self.packing, state)
             compaction = None
             if self.options.drop_converged:
                 compaction = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)
@@ -83,7 +99,9 @@ class Solve:
                     compaction.take_all()
                 return self.solver.resume(state, k, self.max_iter)
 
-            made = iterate(advance, self.max_iter, watch, self.every, self.patience, resume)
+            made = iterate(advance, self.max_iter, watch, self.patience, resume)
+            if keep is not None:
+                keep(inverse_of(self.packing, self.solver, state))
             return self.end(state, made, made * self.packing.batch if compaction is None else compaction.samples)
 
     def begin(self, z0: Any, is_fresh: bool = False) -> State:
@@ -92,7 +110,7 @@ class Solve:
             rows = (
                 z0 if is_fresh and self.packing.is_rows and z0.is_contiguous() else check_finite(self.packing.pack(z0))
             )
-            state = self.solver.init(rows, self.kernel, self.options.keeps_inverse)
+            state = begun_state(self.solver, rows, self.kernel, self.options.keeps_inverse)
             if self.options.trace:
                 state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
         return state
@@ -128,10 +146,7 @@ class Solve:
     def end(self, state: State, evaluations: int, sample_evaluations: int) -> Solution:
         """Solution of a solve that ended in `state`, after this number of calls of f."""
         ended = state.best, state.status, state.iterations, state.residual.unbind()
-        solution = solution_of(self.packing, self.solver, *ended, evaluations, sample_evaluations, state.trace)
-        if not self.options.keeps_inverse:
-            return solution
-        return replace(solution, transposed_inverse=inverse_of(self.packing, self.solver, state))
+        return solution_of(self.packing, self.solver, *ended, evaluations, sample_evaluations, state.trace)
 
 
 def solution_of(
@@ -190,7 +205,7 @@ def check_inverse(solver: Solver) -> None:
         raise ValueError(f"SHINE needs the history of Anderson or Broyden, got {solver}")
 
 
-def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
+def inverse_of(packing: Packing, solver: Solver, state: State) -> Inverse:
     """Map from v like z0 to an estimate of (I - J^T)^-1 v, from the history of a solve that ended in `state`."""
     assert isinstance(solver, Multisecant)
     gradients = packing.transposed()

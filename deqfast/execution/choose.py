@@ -47,9 +47,9 @@ def in_loop(plan: Plan) -> Solution:
     if plan.options.drop_converged:
         marks = dropped_samples(x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample)
         return plan.solve(plan.options, plan.z0)(
-            lambda z, rows: cell(z, x if rows is None else take_rows(x, marks, rows)), plan.z0
+            lambda z, rows: cell(z, x if rows is None else take_rows(x, marks, rows)), plan.z0, False, plan.keep_inverse
         )
-    return plan.solve(plan.options, plan.z0)(lambda z: cell(z, x), plan.z0, plan.is_fresh)
+    return plan.solve(plan.options, plan.z0)(lambda z: cell(z, x), plan.z0, plan.is_fresh, plan.keep_inverse)
 
 
 def in_export(plan: Plan) -> Solution:
@@ -77,4 +77,4 @@ def by_graphs(plan: Plan) -> Solution:
 def by_compiled_code(plan: Plan) -> Solution:
     """Run the block's compiled code."""
     assert plan.compiled is not None
-    return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.options)
+    return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.options, plan.keep_inverse)

@@ -19,7 +19,7 @@ from ..ops.steps import PROGRESS
 from ..ops.steps.loops import PARTS, c_functions
 from ..solvers import Anderson, Broyden, Picard, Solver
 from ..solvers.base import State
-from ..solvers.multisecant import MultisecantState
+from ..solvers.multisecant import MultisecantState, begun_state
 from ..state.packing import Packing
 
 KERNEL = "cpp"  # the kernel whose steps are C functions
@@ -77,7 +77,7 @@ def serves(solver: Solver) -> bool:
 
 def loop_of(packing: Packing, solver: Solver, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> Loop:
     """Loop for batches of any size with samples like the rows z (B, D), if the loop ``serves`` the solver."""
-    start = solver.init(z[:0], kernel, keep_inverse)
+    start = begun_state(solver, z[:0], kernel, keep_inverse)
     name, _, numbers = solver.operation(start)
     parts, dim = PARTS[name], z.shape[1]
     histories = [getattr(start, part) for part in parts.history] or [z.new_empty(0)]

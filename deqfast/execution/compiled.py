@@ -7,13 +7,12 @@ one to rounding.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..engine.solve import Options, Solve, inverse_of, not_finite, solution_of
+from ..engine.solve import Keep, Options, Solve, inverse_of, not_finite, solution_of
 from ..ops import Kernel, choose_kernel
 from ..solution import Solution
 from ..state.packing import Packing, evaluate
@@ -35,7 +34,7 @@ class Compiled:
         self._codes = Codes(solve_in_code, _options)
         self._loops: dict[Any, Loop] = {}
 
-    def solve(self, cell: Any, x: Any, z0: Any, options: Options) -> Solution:
+    def solve(self, cell: Any, x: Any, z0: Any, options: Options, keep: Keep | None = None) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x).
 
         Raises:
@@ -52,7 +51,7 @@ class Compiled:
                 self._loops[key] = loop_of(packing, solver, z, Kernel(KERNEL), options.keeps_inverse)
             loop = self._loops[key]
             if not packing.batch:
-                return Solve(z0, options)(cell, z0)
+                return Solve(z0, options)(cell, z0, keep=keep)
             history = loop.new_history(packing.batch)
             # Without a graph: otherwise code would be compiled for each choice of tensors that require a gradient.
             x = x.detach() if isinstance(x, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, x)
@@ -62,16 +61,15 @@ class Compiled:
             calls = int(evaluations)
             if not calls:
                 raise not_finite(torch.isfinite(z).all(dim=1))
-            solution = solution_of(packing, solver, value, status, iterations, (relative, absolute), calls)
-            if not options.keeps_inverse:
-                return solution
-            inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
+            if keep is not None:
+                inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
 
-            # The history is an argument, so that its memory is freed with the function.
-            def transposed_inverse(v: Any, history: Tensor = history) -> Any:
-                return inverse(v)
+                # The history is an argument, so that its memory is freed with the function.
+                def estimate(v: Any, history: Tensor = history) -> Any:
+                    return inverse(v)
 
-            return replace(solution, transposed_inverse=transposed_inverse)
+                keep(estimate)
+            return solution_of(packing, solver, value, status, iterations, (relative, absolute), calls)
 
     def _run(self, key: Any, cell: Any, x: Any, packing: Packing, loop: Loop, z: Tensor, history: Tensor) -> Any:
         try:

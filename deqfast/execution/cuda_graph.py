@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.loop import iterate, watch_of
+from ..engine.loop import LateWatch, iterate, watch_of
 from ..engine.parts import whole
 from ..engine.solve import Options, Solve, check_finite
 from ..solution import Solution
@@ -114,7 +114,7 @@ class Captured:
         self.start = state.z.clone()
         fixed_x = pytree.tree_unflatten(self.inputs, spec)
         self.f = lambda z: cell(z, fixed_x)
-        self.solve, self.state = solve, state
+        self.solve, self.state, self.every = solve, state, LateWatch.every
         self.whole = whole  # one graph for all iterations, instead of one for those between two looks
         self.finished = mark()  # event after all work in this memory, for which another stream must wait
         # Casts that autocast has kept could be those of older parameters.
@@ -135,7 +135,7 @@ class Captured:
         return self.solve.body(whole(self.f, self.solve.packing, self.state), self.state)
 
     def _capture(self) -> list[Any]:
-        last, every = self.solve.max_iter, self.solve.every
+        last, every = self.solve.max_iter, self.every
         chunks = [(first, min(first + every, last)) for first in range(0, last, every)]
         advance: Callable[[int, int], None]
 
@@ -164,19 +164,18 @@ class Captured:
             evaluations = self._evaluations()
         else:
             watch = watch_of(self.state.active)
-            evaluations = iterate(self._replay_chunk, self.solve.max_iter, watch, self.solve.every)
+            evaluations = iterate(self._replay_chunk, self.solve.max_iter, watch)
         state = self.state.copy_of_results()
         self.finished = mark()
         return self.solve.end(state, evaluations, evaluations * self.solve.packing.batch)
 
     def _replay_chunk(self, first: int, until: int) -> None:
-        self.graphs[first // self.solve.every].replay()
+        self.graphs[first // self.every].replay()
 
     def _evaluations(self) -> int:
         """Calls of f by a graph of all iterations, which are the iterations of the slowest sample."""
         furthest = int(self.state.iterations.max())
-        every = self.solve.every
-        return min(-(-furthest // every) * every, self.solve.max_iter)
+        return min(-(-furthest // self.every) * self.every, self.solve.max_iter)
 
 
 def _check_cell(cell: Any) -> None:

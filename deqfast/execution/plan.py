@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine.layout import Solves
-from ..engine.solve import Options, Solve
+from ..engine.solve import Inverse, Options, Solve
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.groups import Groups
@@ -38,6 +38,7 @@ class Plan:
         compiled: if given, its code runs the forward solve.
         linearised: if given, its code runs the backward solve of ``Implicit``.
         context: where the forward pass runs.
+        keep_inverse: called with the estimate of the inverse Jacobian, if the options ask for its history.
         on_backward: called with the Solution of a backward solve.
         advances: the returned value is not z* but the result of the gradient's own calls of the cell.
     """
@@ -53,6 +54,7 @@ class Plan:
     compiled: Compiled | None = None
     linearised: Linearised | None = None
     context: Context = field(default_factory=present_context)
+    keep_inverse: Callable[[Inverse], None] | None = None
     on_backward: Callable[[Solution], None]
     advances: bool = False
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _NO_SOLVER = dict.fromkeys(
-    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", "mixing_fn", "min_iter"), "it runs no solver"
+    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", "MixedAnderson"), "it runs no solver"
 )
 _REPLAYS = "a graph replays the same work"
 _ONE_CODE = "its code is one loop for whole batches"
@@ -19,7 +19,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "stop_fn": _REPLAYS,
         "groups": "groups may change from call to call, and a graph replays the same work",
         "scale": "it is not captured",
-        "mixing_fn": "it is not captured",
+        "MixedAnderson": "its mixing_fn is not captured",
         "SHINE": "a replay overwrites the history that it needs",
         "Auto": _BY_VALUES,
         "begin_solve": "it prepares every solve in Python, and a replay would not run it",
@@ -30,13 +30,11 @@ REFUSED: dict[str, dict[str, str]] = {
         "stop_fn": _ONE_CODE,
         "groups": _ONE_CODE,
         "scale": _ONE_CODE,
-        "mixing_fn": "its loop calls no Python",
+        "MixedAnderson": "its loop calls no Python",
         "cuda_graph": "it serves CPUs",
         "Auto": _BY_VALUES,
-        "min_iter": "its loop judges all evaluations by one rule",
     },
-    "SHINE": {"mixing_fn": _OF_ERRORS},
-    "keep_inverse": {"mixing_fn": _OF_ERRORS},
+    "SHINE": {"MixedAnderson": _OF_ERRORS},
     "drop_converged": {"groups": "f could not tell which rows are left"},
     "Unrolled": _NO_SOLVER,
     "Reversible": _NO_SOLVER,
@@ -52,14 +50,14 @@ REFUSED: dict[str, dict[str, str]] = {
         "drop_converged": "all members of a vmap are one batch",
         "trace": "its length would differ between the members of a vmap",
         "stop_fn": "the rule would see all members of a vmap as one batch",
-        "mixing_fn": "it would see all members of a vmap as one batch",
+        "MixedAnderson": "its mixing_fn would see all members of a vmap as one batch",
         "compile": "the compiled solve has no transforms",
         "cuda_graph": "the captured solve has no transforms",
         "Reversible": "it has no derivative there, nor in forward-mode AD: use Unrolled",
     },
     "torch.export": {
         "stop_fn": "an exported program calls no Python",
-        "mixing_fn": "an exported program calls no Python",
+        "MixedAnderson": "an exported program calls no Python",
         "Auto": _BY_VALUES,
         "trace of a Solution": "its length is known only after the solve, and an export needs it before",
         "training mode": "an export serves inference: call eval() before",
@@ -92,10 +90,8 @@ def given(options: Any, adjoint: object) -> list[str]:
 
 
 def kinds(part: object) -> list[str]:
-    """Names of the classes of a solver or an adjoint, with "mixing_fn" and "min_iter" of a solver, as in the table."""
-    own = ["mixing_fn"] * (getattr(part, "mixing_fn", None) is not None)
-    own += ["min_iter"] * (getattr(part, "min_iter", 1) > 1)
-    return [*(kind.__name__ for kind in type(part).__mro__), *own]
+    """Names of the classes of a solver or an adjoint, as in the table."""
+    return [kind.__name__ for kind in type(part).__mro__]
 
 
 def check_served(way: str, options: Iterable[str], of: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Solvers: Picard, Anderson, Broyden, and Auto, which runs several one after the other."""
+"""Solvers: Picard, Anderson, Broyden, MixedAnderson, and Auto, which runs several one after the other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from .anderson import Anderson
 from .auto import Auto
 from .base import Solver
 from .broyden import Broyden
+from .mixed_anderson import MixedAnderson
 from .picard import Picard
 
 SOLVERS: tuple[type[Solver], ...] = (Broyden, Anderson, Picard, Auto)
@@ -22,4 +23,4 @@ def as_solver(solver: str | Solver) -> Solver:
     return object_named("solver", solver, Solver, _BY_NAME)
 
 
-__all__ = ["SOLVERS", "Anderson", "Auto", "Broyden", "Picard", "Solver", "as_solver"]
+__all__ = ["SOLVERS", "Anderson", "Auto", "Broyden", "MixedAnderson", "Picard", "Solver", "as_solver"]

@@ -13,10 +13,10 @@ from ..kernels.constants import NONFINITE, RUNNING, STALL_GAIN
 from ..ops import Kernel
 from ..ops.steps import PROGRESS
 from .anderson import Anderson
-from .base import FIRST, LEAST, START, Solver, State
+from .base import Solver, State
 from .broyden import Broyden
 
-GAIN_ITERATION = PROGRESS.index("gain_iteration")
+FIRST, START, LEAST, GAIN_ITERATION = map(PROGRESS.index, ("first", "start", "least", "gain_iteration"))
 OF_THE_SOLVE = [FIRST, START, LEAST]  # progress of the whole solve, which a new stage must not reset
 
 
@@ -84,7 +84,6 @@ class Auto(Solver):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        min_iter: 1, because a sample that waits for its next stage makes fewer evaluations than the solve.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -101,11 +100,6 @@ class Auto(Solver):
 
     max_iter: int = 200
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_iter > 1:
-            raise ValueError(f"min_iter must be 1 for Auto, whose samples may wait, got {self.min_iter}")
-
     PATIENCE: ClassVar[int] = 30  # with 10 and 20, maps that Broyden's method solves slowly leave its stage too early
     SHORT_STEP: ClassVar[float] = 0.1
     HISTORY: ClassVar[int] = 20
@@ -121,7 +115,7 @@ class Auto(Solver):
         short = common | {"relaxation": self.SHORT_STEP}
         return [Broyden(**common), Anderson(**short), Broyden(**short, history_size=self.HISTORY)]
 
-    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> AutoState:
+    def init(self, z: Tensor, kernel: Kernel) -> AutoState:
         only = self.stages[0].init(z, kernel)
         shared = {each.name: getattr(only, each.name) for each in fields(State)}
         return AutoState(**shared, only=only, seen=only.residual[1].clone())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from .._checks import ChecksKeywords, check_choice, check_count, check_number
 from ..kernels.constants import MAX_ITERATIONS, RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS, StopRule
+from ..state.packing import Packing
 
-MixingFn = Callable[..., tuple[Tensor, Any]]
 Step = Callable[[Tensor, int, bool], None]
-FIRST, START, LEAST = map(PROGRESS.index, ("first", "start", "least"))
 # With atol / rtol above this, float32 could not represent the residuals.
 MAX_ATOL = 1e20
 
@@ -38,7 +37,6 @@ class State:
     active: Tensor
     rule: StopRule | None = None  # known once f has returned its first value
     trace: Tensor | None = None  # (max_iter, 2, B): `residual` after every evaluation, if recorded
-    mixed: list[Tensor] = field(default_factory=list)  # error (B, E) and proposal (B, D) of a `mixing_fn` for this step
 
     @classmethod
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
@@ -68,17 +66,6 @@ class State:
         """Evaluations that the running samples have used with evaluation k."""
         return k + 1
 
-    def begin_to_judge(self, rule: StopRule) -> None:
-        """Judge by `rule` from now on, after evaluations at which no sample could converge.
-
-        An iterate that met the tolerance before is not ESCAPED. A sample that began at its fixed point may converge
-        although rounding has made its residual longer than the first one, which here is at least the tolerance.
-        """
-        tolerance = rule.tol if rule.absolute else rule.tol * (self.progress[START] + rule.offset)
-        self.progress[FIRST].clamp_min_(tolerance)
-        self.progress[LEAST].fill_(math.inf)
-        self.rule = rule
-
     def restart(self, z: Tensor) -> None:
         """Start again from `z` (B, D), in the same memory."""
         self.z.copy_(z)
@@ -101,7 +88,7 @@ class State:
 
 @dataclass(frozen=True)
 class Solver(ChecksKeywords):
-    """Base of the solvers: frozen hyper-parameters; a subclass defines ``init`` and ``advance``.
+    """Base of the solvers, your own too: a frozen dataclass of hyper-parameters with ``init`` and ``advance``.
 
     With g = f(z) - z and g0 = f(z0) - z0, a sample has converged if |g| <= atol + rtol |f(z)| and it has not run away,
     which means one of these:
@@ -111,26 +98,54 @@ class Solver(ChecksKeywords):
 
     eps is the unit of f's rounding. The residual is |g| / (|f(z)| + atol / rtol), or |g| if rtol is 0.
 
+    deqfast does the loop, stopping, packing of pytrees and gradients. A solver of your own overrides:
+
+    - ``init(z, kernel)``: returns the state of a solve, which owns z from then on: ``State.start(z, kernel)`` of
+      ``deqfast.solvers.base``, or of a subclass with more tensors. z is (B, D), float32 or float64, a row per sample.
+    - ``advance(state, fz, k, last)``: judges fz = f(z), (B, D), the value number k from 0, and steps `state.z` in
+      place. Unless `last`, f is called next with `state.z`. The op ``picard_step`` judges: it updates residuals, status
+      and best iterates, and steps to z + r (fz - z) for its last argument r. Rows of samples that do not run must
+      stay as they are. f may reuse the memory of fz later.
+    - ``operation(state)``, instead of ``advance``, if a step is one op of the kernels.
+    - ``wrap(f, packing, state)``, if a step needs more of f's value than its rows.
+    - ``patience`` and ``resume``, if samples that are done may run again.
+
+    No more is needed for the options of ``solve``, most adjoints, ``torch.func`` and ``torch.compile``. Other features
+    need this:
+
+    - `drop_converged`: no running row may depend on rows of fz whose samples are done, which are undefined.
+    - `cuda_graph`: ``advance`` must not read values on the host, and ``State.restart`` must reset all tensors.
+    - ``torch.export``: the program holds all of max_iter evaluations.
+    - `compile` and ``SHINE``: they serve deqfast's own solvers only.
+
     Args:
         rtol: relative tolerance, at least 0 and less than 1.
         max_iter: calls of f, at least 1 and at most 2^31 - 1.
         atol: absolute tolerance, for fixed points at or near zero. If rtol is 0, it is positive, else at least 0 and at
             most 1e20 rtol.
         norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.
-        min_iter: first call of f at which a sample can converge or stall, from 1 to max_iter. From then on each iterate
-            is judged by itself: an earlier one that met the tolerance does not count. The value of a sample that does
-            not converge is its best iterate, which may be an earlier one.
 
     Raises:
         TypeError, ValueError: an argument is not as above. The text names it.
+
+    Examples:
+        Steps that shrink:
+
+        >>> class Shrinking(deqfast.Solver):
+        ...     def init(self, z, kernel):
+        ...         return deqfast.solvers.base.State.start(z, kernel)
+        ...
+        ...     def advance(self, state, fz, k, last):
+        ...         step = state.kernel.op("picard_step")
+        ...         step(state.z, fz, *state.monitor(), k, last, *state.rule, 1 / (1 + 0.1 * k))
+        >>> deqfast.solve(torch.cos, torch.zeros(2, 3), Shrinking(rtol=1e-4))
+        Solution(2 CONVERGED, evaluations=8)
     """
 
     rtol: float = 1e-3
     max_iter: int = 20
     atol: float = field(default=0.0, kw_only=True)
     norm: str = field(default="euclidean", kw_only=True)
-    min_iter: int = field(default=1, kw_only=True)
-    mixing_fn: ClassVar[MixingFn | None] = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -145,9 +160,6 @@ class Solver(ChecksKeywords):
         if not self.tol:
             raise ValueError("rtol and atol must not both be 0, or only an exact fixed point would converge")
         check_choice("norm", self.norm, ("euclidean", "max"))
-        check_count("min_iter", self.min_iter)
-        if self.min_iter > self.max_iter:
-            raise ValueError(f"min_iter must be at most max_iter, {self.max_iter}, got {self.min_iter}")
 
     @property
     def tol(self) -> float:
@@ -164,9 +176,13 @@ class Solver(ChecksKeywords):
         """Summand of |f(z)| in the relative residual."""
         return 0.0 if self.is_absolute else self.atol / self.rtol
 
-    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
-        """State of a solve from `z` (B, D), which the state owns from now on; keep_inverse: see ``deqfast.solve``."""
+    def init(self, z: Tensor, kernel: Kernel) -> State:
+        """State of a solve from `z` (B, D), which the state owns from now on."""
         raise NotImplementedError
+
+    def wrap(self, f: Callable[..., Any], packing: Packing, state: State) -> Callable[..., Any]:
+        """Return what the loop calls in place of f, as f(z), or as f(z, rows) with `drop_converged`."""
+        return f
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
         """Judge f(z) = `fz` (B, D), the value number `k` from 0, and step; `fz` is kept until the next step."""

@@ -41,7 +41,6 @@ class Broyden(Multisecant):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        min_iter: first call of f at which a sample can converge, from 1 to max_iter; see ``Solver``.
         history_size: pairs kept, which bounds the memory of a solve: at least 1, at most 32 on triton and cuda. None:
             max_iter, or 32 on triton and cuda. A full window slides, as if Broyden began at -I with its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.
@@ -81,8 +80,8 @@ class Broyden(Multisecant):
         whole = whole and self.history_dtype in (None, dtype)
         return kernel.has_broyden_step and whole and self.kind == "good" and self.relaxation == 1.0
 
-    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
-        if keep_inverse or not self.keeps_only_steps(z.dtype, kernel):
+    def init(self, z: Tensor, kernel: Kernel) -> State:
+        if not self.keeps_only_steps(z.dtype, kernel):
             return super().init(z, kernel)
         batch, dim = z.shape
         rows = max(self.max_iter - 1, 1)  # no step follows the last evaluation

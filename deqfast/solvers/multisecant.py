@@ -35,6 +35,14 @@ class MultisecantState(State):
         self.previous = PreviousValue()
 
 
+def slots(history_size: int | None, max_iter: int, kernel: Kernel) -> int:
+    """Pairs that a window has room for; raises ValueError if they are too many for the kernel."""
+    history = history_size or min(max_iter, kernel.max_history or max_iter)
+    if kernel.max_history is not None and history > kernel.max_history:
+        raise ValueError(f"history_size must be at most {kernel.max_history} on kernel={kernel.name!r}, got {history}")
+    return min(history, max_iter)  # more slots than iterations would stay empty
+
+
 class Multisecant(Solver):
     """Base of Broyden and Anderson, which define the fields."""
 
@@ -53,17 +61,12 @@ class Multisecant(Solver):
         """Arguments (method, alpha, beta, ridge) of ``multisecant_step``."""
         raise NotImplementedError
 
-    def slots(self, kernel: Kernel) -> int:
-        """Pairs that the window has room for; raises ValueError if they are too many for the kernel."""
-        history = self.history_size or min(self.max_iter, kernel.max_history or self.max_iter)
-        if kernel.max_history is not None and history > kernel.max_history:
-            raise ValueError(
-                f"history_size must be at most {kernel.max_history} on kernel={kernel.name!r}, got {history}"
-            )
-        return min(history, self.max_iter)  # more slots than iterations would stay empty
+    def init(self, z: Tensor, kernel: Kernel) -> State:
+        return self.init_pairs(z, kernel)
 
-    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
-        history = self.slots(kernel)
+    def init_pairs(self, z: Tensor, kernel: Kernel) -> State:
+        """State with a window of pairs, which ``transposed_inverse`` needs."""
+        history = slots(self.history_size, self.max_iter, kernel)
         dtype = self.history_dtype or z.dtype
         if dtype not in (z.dtype, torch.bfloat16) or (dtype == torch.bfloat16 and z.dtype != torch.float32):
             raise ValueError(
@@ -110,3 +113,8 @@ class Multisecant(Solver):
         method, _, beta, ridge = self.method()
         product = state.kernel.op("multisecant_transposed")
         return product(v, state.left, state.df, state.gram, newest, count, method, 1.0, beta, ridge)
+
+
+def begun_state(solver: Solver, z: Tensor, kernel: Kernel, keeps_inverse: bool) -> State:
+    """State of a solve from `z` (B, D), with the history of ``Multisecant.transposed_inverse`` if it is to be kept."""
+    return solver.init_pairs(z, kernel) if keeps_inverse and isinstance(solver, Multisecant) else solver.init(z, kernel)

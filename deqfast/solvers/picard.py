@@ -20,7 +20,6 @@ class Picard(Solver):
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        min_iter: first call of f at which a sample can converge, from 1 to max_iter; see ``Solver``.
         relaxation: length of the step, in ]0, 2].
 
     Raises:
@@ -37,7 +36,7 @@ class Picard(Solver):
         super().__post_init__()
         check_number("relaxation", self.relaxation, 0.0, 2.0, low_open=True)
 
-    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
+    def init(self, z: Tensor, kernel: Kernel) -> State:
         return State.start(z, kernel)
 
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:

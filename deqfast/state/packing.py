@@ -236,21 +236,26 @@ class Packing:
             return self._gathered(self._joined(leaves))
         return self._gathered(_as(self.leaves[0].rows(leaves[0]), self.dtype).contiguous())
 
-    def pack_error(self, error: Any) -> Tensor:
-        """Rows (B, E) of the error of a `mixing_fn`, a tensor with numbers for each row of the state.
+    def pack_numbers(self, name: str, numbers: Any) -> Tensor:
+        """Rows (B, E) of a tensor with numbers for each row of the state; errors name it `name`.
 
         Raises:
             TypeError, ValueError: it is not such a tensor, or sparse, or on another device.
         """
-        rows, got = self.leaves[0].shape[0], type(error).__name__
-        if isinstance(error, Tensor):
-            check_dense("mixing_fn's error", error)
-            if is_of_state(error) and error.shape[:1] == (rows,) and error.numel() and error.device == self.device:
-                return self._gathered(_as(rows_of(error), self.dtype))
-            got = f"{error.dtype} {tuple(error.shape)} on {error.device}"
+        rows, got = self.leaves[0].shape[0], type(numbers).__name__
+        if isinstance(numbers, Tensor):
+            check_dense(name, numbers)
+            if (
+                is_of_state(numbers)
+                and numbers.shape[:1] == (rows,)
+                and numbers.numel()
+                and numbers.device == self.device
+            ):
+                return self._gathered(_as(rows_of(numbers), self.dtype))
+            got = f"{numbers.dtype} {tuple(numbers.shape)} on {numbers.device}"
         raise ValueError(
-            "mixing_fn's error must be a floating-point or complex tensor with numbers in each of its "
-            f"{rows} rows, on {self.device}, got {got}"
+            f"{name} must be a floating-point or complex tensor with numbers in each of its {rows} rows, "
+            f"on {self.device}, got {got}"
         )
 
     def _are_rows(self, value: Any) -> bool:

@@ -10,6 +10,7 @@ from .problems import (
     linear,
     non_normal,
     sawtooth,
+    solve_with_inverse,
     tanh,
 )
 from .tolerances import (
@@ -57,5 +58,6 @@ __all__ = [
     "relative_error",
     "rounding",
     "sawtooth",
+    "solve_with_inverse",
     "tanh",
 ]

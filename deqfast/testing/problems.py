@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..engine.solve import Inverse, Options, Solve
 from ..solution import Solution
 from ..solvers import Anderson, Broyden, Picard, Solver
 from .tolerances import rounding
@@ -33,6 +34,15 @@ class Recorder:
 
     def __len__(self) -> int:
         return len(self.arguments)
+
+
+def solve_with_inverse(
+    f: Callable[..., Any], z0: Any, solver: Solver, kernel: str, drop_converged: bool = False
+) -> tuple[Solution, Callable[[Any], Any]]:
+    """Solution, and the estimate v -> (I - J^T)^-1 v that ``SHINE`` takes from its history."""
+    kept: list[Inverse] = []
+    options = Options(solver=solver, kernel=kernel, drop_converged=drop_converged, keeps_inverse=True)
+    return Solve(z0, options)(f, z0, keep=kept.append), kept[0]
 
 
 # name -> constructor, with the default arguments of `Solver` first.

@@ -261,10 +261,10 @@ def solver_of(arm: str, options: Scf, field: Field, x: Integrals, damping: float
         return deqfast.Picard(relaxation=damping, **rule)
     if arm == "broyden":
         return deqfast.Broyden(**rule)
-    anderson = deqfast.Anderson(history_size=options.history, **rule)
+    rule["history_size"] = options.history
     if arm != "hook":
-        return anderson
-    return replace(anderson, mixing_fn=field.commutator if field.exchange else preconditioned(x))
+        return deqfast.Anderson(**rule)
+    return deqfast.MixedAnderson(mixing_fn=field.commutator if field.exchange else preconditioned(x), **rule)
 
 
 def solved(arm: str, options: Scf, field: Field, x: Integrals, damping: float = 1.0, trace: bool = False) -> Any:
