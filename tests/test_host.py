@@ -16,7 +16,7 @@ from deqfast.engine.loop import LateWatch, Watch
 from deqfast.ops import Kernel
 from deqfast.testing import SOLVERS
 
-solve_module = sys.modules["deqfast.solve"]  # the package has a function of that name
+solve_module = sys.modules["deqfast.engine.solve"]  # the package has a function of that name
 every_solver = pytest.mark.parametrize("name", SOLVERS)
 
 

@@ -16,6 +16,7 @@ from .floors import float32_products_eps, stall_floor
 from .groups import Groups
 from .rows import rows_of
 
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 LARGEST_SCALE = 2.0**60  # beyond, squares of numbers divided by it are not representable in float32
 
 
@@ -164,7 +165,7 @@ class Packing:
     def _note_rows(self) -> None:
         """Note whether the state is a view of its rows, and equals them, as usual: every iteration tests this."""
         first, converts = self.leaves[0], self.factors is not None or self.groups is not None
-        self.is_view = self.is_tensor and not converts and first.dtype.to_real() == self.dtype
+        self.is_view = self.is_tensor and not converts and _REAL.get(first.dtype, first.dtype) == self.dtype
         self.is_rows = self.is_view and first.is_rows
 
     def transposed(self) -> Packing:

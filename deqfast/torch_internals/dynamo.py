@@ -100,7 +100,10 @@ def is_given_up() -> bool:
 
 def _callback() -> Any:
     """Dynamo's callback for new frames of this thread; None: nothing is compiled; False: only existing code runs."""
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() if _is_loaded() else None
+    if not _is_loaded():
+        return None
+    _disabled()  # a trace that made it would be made again at the next call, which finds it
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback()
 
 
 def _is_loaded() -> bool:
