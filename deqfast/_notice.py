@@ -64,15 +64,15 @@ class Notice:
 
     def __init__(self, kind: str, more: str = OF_BLOCKS, expected: Iterable[Status] = ()) -> None:
         self.kind, self.more = kind, more
-        self.given = set(expected)
+        self.asked = [status for status in REMEDIES if status not in expected]
         self.pending: _Counts | None = None
 
     def look(self, solution: Solution) -> None:
         """Warn if samples of the solution did not converge. On a GPU, check the solution of an earlier call."""
-        asked = [status for status in REMEDIES if status not in self.given]
+        asked = self.asked
         if not is_late(solution.status):
-            if asked:
-                numbers = solution.counts or count_statuses(solution.status)
+            numbers = solution.counts or count_statuses(solution.status)
+            if any([numbers[status] for status in asked]):
                 self._judge({status: numbers[status] for status in asked}, len(solution.status))
             return
         if self.pending is not None and self.pending.arrived.query():
@@ -86,10 +86,10 @@ class Notice:
         self.pending.arrived = torch.cuda.current_stream(counts.device).record_event()
 
     def _judge(self, counts: dict[Status, int], samples: int) -> None:
-        found = {status: number for status, number in counts.items() if number and status not in self.given}
+        found = {status: number for status, number in counts.items() if number and status in self.asked}
         if not found:
             return
-        self.given.update(found)
+        self.asked = [status for status in self.asked if status not in found]
         said = "; ".join(f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in found.items())
         warn(f"deqfast: in a {self.kind} solve, {said}. Shown once; {self.more}")
 

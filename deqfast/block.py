@@ -30,7 +30,7 @@ from .ops import check_kernel_name
 from .solution import Solution
 from .solvers import SOLVERS, Solver, as_solver
 from .state.groups import Groups
-from .state.packing import Packing, check_scale, is_of_state
+from .state.packing import Packing, check_scale
 from .torch_internals import pytree
 from .torch_internals.dynamo import is_given_up, untraced
 from .torch_internals.transforms import check_values, values
@@ -235,15 +235,17 @@ class DEQBlock(ChecksKeywords, nn.Module):
             check_served(plan.context, asked + ["trace of a Solution"] * bool(self.trace and return_solution))
         holds, modules = plan.holds_weights, modules_of(self.cell)
         check_loaded(modules, plan.z0)
-        self._look_for_changes(plan)
+        if self.training and self.warn and not self._changes.looked:
+            self._changes.look(plan)
         with solving(modules), hold_weights(modules) if holds else nullcontext():
             # Dynamo gives up this frame within a transform, and would compile the solve in parts.
             adjoint = partial(untraced, self.adjoint) if plan.context == "torch.func" else self.adjoint
             value, solution = adjoint(plan)
-        self._changes.look_at(plan, value)
-        if self.warn and plan.context != "torch.export":
-            status = values(solution.status)
-            self._forward_notice.look(solution if status is solution.status else replace(solution, status=status))
+        if self._changes.looks:
+            self._changes.look_at(plan, value)
+        if self.warn and plan.context != "torch.export" and solution.may_include(*self._forward_notice.asked):
+            ended = replace(solution, status=values(solution.status)) if plan.context == "torch.func" else solution
+            self._forward_notice.look(ended)
         return value, solution
 
     def trajectory(
@@ -282,7 +284,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
         holds, modules = plan.context != "torch.func", modules_of(self.cell)
         check_loaded(modules, plan.z0)
-        self._look_for_changes(plan)
+        if self.training and self.warn:
+            self._changes.look(plan)
         with solving(modules), hold_weights(modules) if holds else nullcontext():
             states, solution = differentiate_along(plan, self.adjoint, at)
         self._changes.look_at(plan, states)
@@ -290,16 +293,12 @@ class DEQBlock(ChecksKeywords, nn.Module):
             self._forward_notice.look(solution)
         return states
 
-    def _look_for_changes(self, plan: Plan) -> None:
-        if self.training and self.warn:
-            self._changes.look(plan)
-
     def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None) -> Plan:
         return Plan(
             cell=self.cell,
             x=x,
             z0=z0,
-            options=self._options(self._grouping(groups, z0)),
+            options=self._options(None if groups is None and self.groups is None else self._grouping(groups, z0)),
             per_sample=self.per_sample,
             solves=self._solves,
             graphs=self.graphs,
@@ -310,7 +309,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _options(self, groups: Groups | None) -> Options:
         """Options of the forward solve, the same object until one of them changes."""
-        solver, options = self.current_solver, self._last
+        solver, options = self.solver if self.training else self.current_solver, self._last
         if options is None or options.solver is not solver or options.groups is not groups:
             self.__dict__["_last"] = options = Options(
                 solver=solver,
@@ -330,14 +329,12 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
         groups = self.groups if groups is None else groups
-        if groups is None:
-            return None
         check_together([*given(self, self.adjoint), "groups"])
         return Packing(z0, groups).groups
 
     def _keep_backward_solution(self, solution: Solution) -> None:
-        self.backward_solution = solution
-        if self.warn:
+        self.__dict__["backward_solution"] = solution  # no module or parameter, for which torch would look
+        if self.warn and solution.may_include(*self._backward_notice.asked):
             self._backward_notice.look(solution)
 
     def _initial_state(self, x: Any) -> Any:
@@ -347,9 +344,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
             if not callable(start):
                 raise TypeError(f"initial_state of the cell must be a method of x, got {type(start).__name__}")
             return start(x)
-        leaves = pytree.tree_leaves(x)
-        if len(leaves) == 1 and isinstance(leaves[0], Tensor) and is_of_state(leaves[0]):
-            return torch.zeros_like(leaves[0])
+        (leaf, *others) = [x] if isinstance(x, Tensor) else pytree.tree_leaves(x) or [None]
+        if not others and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            return torch.zeros_like(leaf)
         kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
             f"no initial state: x is not a single floating-point or complex tensor, got {kind}. Pass z0 to the call, "

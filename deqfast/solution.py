@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .torch_internals.transforms import values
 
+FEW = 64  # samples that Python counts faster than torch
+
 
 class Status(IntEnum):
     """Outcome of a sample's solve; `message` says it in a sentence.
@@ -63,8 +65,12 @@ _MESSAGES = {
 
 def count_statuses(status: Tensor) -> list[int]:
     """Return the number of samples of each status, by its code; waits for the device."""
-    found: list[int] = torch.bincount(values(status).flatten(), minlength=len(Status) + 1).tolist()
-    return found
+    codes = values(status).flatten()
+    if codes.numel() > FEW:
+        counts: list[int] = torch.bincount(codes, minlength=len(Status) + 1).tolist()
+        return counts
+    listed = codes.tolist()
+    return [listed.count(code) for code in range(len(Status) + 1)]
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,11 @@ class Solution:
     def counts(self) -> list[int] | None:
         """Number of samples of each status, by its code; None unless on a CPU, as reading them would wait."""
         return count_statuses(self.status) if self.status.device.type == "cpu" else None
+
+    def may_include(self, *statuses: Status) -> bool:
+        """Return whether a sample has one of these statuses; True if reading that would wait for a GPU."""
+        counts = self.counts
+        return counts is None or any([counts[status] for status in statuses])
 
     @property
     def converged(self) -> Tensor:

@@ -54,9 +54,9 @@ class Recorded:
         first = next_node()
         inner = with_nodes(x)  # else a tensor of x could not be distinguished from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))
-        state = requiring_grad(z)
-        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state], first)
-        self.given, self.is_of_state = requiring_grad(x), bool(state)
+        self.given, state = requiring_grad(x), requiring_grad(z)
+        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state] if self.given else state, first)
+        self.is_of_state = bool(state)
 
     @property
     def is_differentiable(self) -> bool:
@@ -166,10 +166,12 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def pull(ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
         to, inputs = ctx.to, len(ctx.needs_input_grad)
-        given = next((g for g in grads if g is not None), None)
-        if given is None:  # the valve is closed
-            return (None,) * inputs
-        full = [given.new_zeros(shape) if g is None else g for g, shape in zip(grads, ctx.shapes, strict=True)]
+        full: list[Any] = list(grads)
+        if any([g is None for g in grads]):
+            given = next((g for g in grads if g is not None), None)
+            if given is None:  # the valve is closed
+                return (None,) * inputs
+            full = [given.new_zeros(shape) if g is None else g for g, shape in zip(grads, ctx.shapes, strict=True)]
         if to.broken is not None:
             full = [torch.where(per_row(to.broken, g), torch.zeros_like(g), g) for g in full]
         past: Gradients = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from ..torch_internals.autograd import (
     detached,
     for_products,
     in_order_of,
+    multiplier,
     present_autocast,
     product,
     requiring_grad,
@@ -126,7 +126,7 @@ class _Inverted(Rule):
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
-        multiply = self.product or partial(product, self.recorded.outputs, leaves)
+        multiply = self.product or multiplier(self.recorded.outputs, leaves)
         with self.autocast():
             return self.solve.transposed()(multiply, grads, spec)
 

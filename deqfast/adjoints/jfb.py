@@ -13,6 +13,8 @@ from ..torch_internals.autograd import detached
 from .attach import Recorded, Rule, attach
 from .base import Adjoint
 
+_RULE = Rule("JFB")
+
 
 @dataclass(frozen=True)
 class JFB(Adjoint):
@@ -31,7 +33,7 @@ class JFB(Adjoint):
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)
         recorded = Recorded(plan.cell, detached(z), x)
-        value = attach(solution.value, recorded, Rule("JFB"), broken)
+        value = attach(solution.value, recorded, _RULE, broken)
         return value, confirmed(solution, plan.options, z, recorded.outputs)
 
     def derivative(self, plan: Plan) -> Derivative:

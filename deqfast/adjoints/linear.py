@@ -92,9 +92,14 @@ class LinearSolve:
         if isinstance(products, Product):
             return products.solve(start, options)
 
-        def f(u: object) -> object:
+        def of_tensor(u: Tensor) -> Tensor:
+            product = products([u])[0]
+            return right if product is None else product + right
+
+        def of_tree(u: object) -> object:
             pairs = zip(products(pytree.tree_leaves(u)), start, strict=True)
             return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], spec)
 
-        z0 = pytree.tree_unflatten(start, spec)
+        z0, right = pytree.tree_unflatten(start, spec), start[0]
+        f = of_tensor if z0 is right else of_tree
         return (self.solve(options, z0) if options is self.options else Solve(z0, options))(f, z0)

@@ -13,7 +13,7 @@ from ..execution.functorch import Derivative, Once
 from ..execution.plan import Plan
 from ..solution import Solution
 from ..torch_internals import pytree
-from ..torch_internals.autograd import detached, for_products, present_autocast, product
+from ..torch_internals.autograd import detached, for_products, multiplier, present_autocast
 from ..torch_internals.dynamo import uncompiled
 from .attach import Recorded, Rule, attach
 from .base import Adjoint
@@ -72,8 +72,9 @@ class _Series(Rule):
         relaxation = self.neumann.relaxation
         u = [relaxation * g for g in grads]
         with self.autocast():
+            multiply = multiplier(self.outputs, self.leaves)
             for _ in range(self.neumann.steps - 1):
-                products = product(self.outputs, self.leaves, u)
+                products = multiply(u)
                 undamped = [g if p is None else p + g for p, g in zip(products, grads, strict=True)]
                 u = [v + relaxation * (w - v) for v, w in zip(u, undamped, strict=True)]
         return u

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from ..solution import Solution
 from ..solvers import Solver
 from ..torch_internals.weights import modules_of
+
+_EVENTS = {"begin_solve", "end_solve", "cancel_solve"}
 
 
 class Cell(Protocol):
@@ -120,9 +123,21 @@ class CellHooks(Protocol):
         """
 
 
-@contextmanager
-def solving(modules: Sequence[nn.Module], cancelled: bool = False) -> Iterator[None]:
+def solving(modules: Sequence[nn.Module], cancelled: bool = False) -> AbstractContextManager[None]:
     """Notify the modules of a cell when a solve begins and ends; `cancelled`: end it as after an error."""
+    kinds: Any = map(type, modules)
+    hooked = [m for m, kind in zip(modules, kinds, strict=True) if _takes_part(kind) or _EVENTS & m.__dict__.keys()]
+    return _solving(hooked, cancelled) if hooked else nullcontext()
+
+
+@functools.cache
+def _takes_part(kind: Any) -> bool:
+    """Return whether modules of this class have an event of a solve."""
+    return any(hasattr(kind, event) for event in _EVENTS)
+
+
+@contextmanager
+def _solving(modules: Sequence[nn.Module], cancelled: bool) -> Iterator[None]:
     begun: list[nn.Module] = []
     try:
         for module in modules:

@@ -20,17 +20,13 @@ def layout_of(z: Any) -> Any:
     if type(z) is Tensor:
         if z.layout is not torch.strided or z.is_nested:
             return None
-        return z.shape, z.stride(), z.dtype, z.device, _settings(z.device)
+        device = z.device
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        return z.shape, z.stride(), z.dtype, device, autocast, float32_products_eps(device)
     leaves, spec = pytree.tree_flatten(z)
     if not leaves or not all(isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested for t in leaves):
         return None
-    of_leaves = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in leaves])
-    return spec, of_leaves, _settings(leaves[0].device)
-
-
-def _settings(device: torch.device) -> Any:
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return autocast, float32_products_eps(device)
+    return spec, tuple([layout_of(leaf.as_subclass(Tensor)) for leaf in leaves])
 
 
 class Solves:

@@ -88,10 +88,5 @@ class LateWatch(Watch):
 
 
 def watch_of(active: Tensor) -> Watch:
-    """Watch of the device's counter `active`."""
-    return watch_for(active)(active)
-
-
-def watch_for(active: Tensor) -> type[Watch]:
-    """Kind of watch for this counter: late on a GPU, because reading it would wait."""
-    return LateWatch if active.is_cuda else Watch
+    """Watch of the device's counter `active`; late on a GPU, because reading it would wait."""
+    return LateWatch(active) if active.is_cuda else Watch(active)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,7 +106,8 @@ class Solve:
 
     def begin(self, z0: Any, is_fresh: bool = False) -> State:
         """State before the first evaluation; ValueError if z0 is not finite."""
-        with _outside_inference():  # in inference mode torch does not count in-place operations of f
+        # In inference mode torch does not count in-place operations of f.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             rows = (
                 z0 if is_fresh and self.packing.is_rows and z0.is_contiguous() else check_finite(self.packing.pack(z0))
             )
@@ -176,10 +177,6 @@ def solution_of(
         trace_rel=traces[0],
         trace_abs=traces[1],
     )
-
-
-def _outside_inference() -> AbstractContextManager[object]:
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def check_finite(rows: Tensor) -> Tensor:

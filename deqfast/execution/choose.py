@@ -32,7 +32,9 @@ def choose(plan: Plan) -> Runner:
     in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
     if hasattr(plan.cell, "fixed_point") and not in_steps and options.groups is None and options.scale is None:
         return by_cell
-    return _by_solver(plan)
+    if plan.graphs is not None or plan.compiled is not None:
+        return _by_solver(plan)
+    return in_loop
 
 
 def _by_solver(plan: Plan) -> Runner:

@@ -22,7 +22,7 @@ def confirmed(solution: Solution, options: Options, z: Any, evaluation: list[Ten
 
     A difference of twice the residual or the tolerance, plus the rounding of f, is allowed. Nothing waits for a GPU.
     """
-    if not len(solution.status) or (solution.counts is not None and not solution.counts[Status.CONVERGED]):
+    if not len(solution.status) or not solution.may_include(Status.CONVERGED):
         return solution
     leaves = pytree.tree_leaves(z)
     device = leaves[0].device

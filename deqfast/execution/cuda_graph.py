@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.loop import iterate, watch_for, watch_of
+from ..engine.loop import iterate, watch_of
 from ..engine.parts import whole
 from ..engine.solve import Options, Solve, check_finite
 from ..solution import Solution
@@ -114,7 +114,7 @@ class Captured:
         self.start = state.z.clone()
         fixed_x = pytree.tree_unflatten(self.inputs, spec)
         self.f = lambda z: cell(z, fixed_x)
-        self.solve, self.state, self.every = solve, state, watch_for(state.active).every
+        self.solve, self.state, self.every = solve, state, watch_of(state.active).every
         self.whole = whole  # one graph for all iterations, instead of one for those between two looks
         self.finished = mark()  # event after all work in this memory, for which another stream must wait
         # Casts that autocast has kept could be those of older parameters.

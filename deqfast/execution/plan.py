@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..engine.layout import Solves
 from ..engine.solve import Inverse, Options, Solve
-from ..solution import Solution
+from ..solution import Solution, Status
 from ..solvers import Solver
 from ..state.groups import Groups
 from ..state.rows import per_row, without_broken
@@ -85,6 +85,8 @@ class Plan:
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
         """(z*, x, broken), see ``rows.without_broken``."""
+        if not solution.may_include(Status.NONFINITE):
+            return solution.value, self.x, None
         return without_broken(self.cell, self.x, solution, self.options.groups, self.per_sample)
 
     def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:

@@ -100,6 +100,17 @@ class Kernel:
 
         return step
 
+    def bind(
+        self, name: str, z: Tensor, tensors: tuple[Tensor, ...], rule: StopRule, *numbers: float
+    ) -> Callable[[Tensor, int, bool], None]:
+        """``step`` with its tensors, except f(z), as a function of f(z), k and last."""
+        if self.name == "triton":
+            step = self.step(name, rule, *numbers)
+            return lambda fz, k, last: step(z, fz, *tensors, k, last)
+        op, given = self.op(name), (*rule, *numbers)
+        op = getattr(op, "default", op)
+        return lambda fz, k, last: op(z, fz, *tensors, k, last, *given)
+
     def history(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a solve's history. In a graph it is zeros, which stand for pairs that change nothing."""
         return (torch.zeros if self.in_graph else empty_history)(shape, dtype=dtype, device=device)

@@ -42,17 +42,14 @@ class State:
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
         """State before the first value of f; `more` are the fields that a subclass adds."""
         batch, device = z.shape[0], z.device
-        residual, progress = (
-            torch.full((rows, batch), math.inf, dtype=z.dtype, device=device) for rows in (2, len(PROGRESS))
-        )
         return cls(
             kernel=kernel,
             z=z,
             best=z.clone(),
             status=torch.zeros(batch, dtype=torch.int8, device=device),
             iterations=torch.zeros(batch, dtype=torch.int32, device=device),
-            residual=residual,
-            progress=progress,
+            residual=torch.full((2, batch), math.inf, dtype=z.dtype, device=device),
+            progress=torch.full((len(PROGRESS), batch), math.inf, dtype=z.dtype, device=device),
             active=torch.full((1,), batch, dtype=torch.int32, device=device),
             **more,
         )
@@ -196,8 +193,7 @@ class Solver(ChecksKeywords):
     def launcher(self, state: State) -> Step:
         """Step by the solver's op."""
         name, tensors, numbers = self.operation(state)
-        step, z, rest = state.kernel.step(name, state.rule or self.rule(), *numbers), state.z, state.monitor() + tensors
-        return lambda fz, k, last: step(z, fz, *rest, k, last)
+        return state.kernel.bind(name, state.z, state.monitor() + tensors, state.rule or self.rule(), *numbers)
 
     @property
     def patience(self) -> int:

@@ -18,7 +18,8 @@ _UNITS_OF_VALUES, _UNITS_OF_FACTORS = ROUNDINGS_OF_STALL_FLOOR, 0.25
 _backends: Any = torch.backends
 _CUDA = _backends.cuda.matmul, _backends.cudnn.conv
 _MKLDNN = _backends.mkldnn.matmul, _backends.mkldnn.conv
-_FACTORS = {"tf32": 2.0**-10, "bf16": torch.finfo(torch.bfloat16).eps}
+_ON_CPUS = {"bf16": torch.finfo(torch.bfloat16).eps}
+_ON_GPUS = {"tf32": 2.0**-10, **_ON_CPUS}
 
 
 @constant_in_traces
@@ -27,13 +28,13 @@ def float32_products_eps(device: torch.device) -> float:
 
     On CPUs these mean bf16 only.
     """
-    if device.type == "cuda" and _has_tf32(device.index):
-        settings = {part.fp32_precision for part in _CUDA}
-    elif device.type == "cpu":
-        settings = {part.fp32_precision for part in _MKLDNN} - {"tf32"}
+    if device.type == "cpu":
+        (products, convolutions), factors = _MKLDNN, _ON_CPUS
+    elif device.type == "cuda" and _has_tf32(device.index):
+        (products, convolutions), factors = _CUDA, _ON_GPUS
     else:
-        settings = set()
-    return max((_FACTORS.get(setting, 0.0) for setting in settings), default=0.0)
+        return 0.0
+    return max(factors.get(products.fp32_precision, 0.0), factors.get(convolutions.fp32_precision, 0.0))
 
 
 @functools.cache

@@ -177,6 +177,9 @@ class Packing:
 
     def pack(self, z: Any) -> Tensor:
         """Fresh rows (B, D) of z in the dtype of the solve."""
+        if self.is_rows:
+            rows: Tensor = z.clone(memory_format=torch.contiguous_format)
+            return rows
         return self._gathered(self._joined([z] if self.is_tensor else self.spec.flatten_up_to(z)))
 
     def _gathered(self, rows: Tensor) -> Tensor:
@@ -227,7 +230,18 @@ class Packing:
 
     def pack_value(self, value: Any, z: Tensor) -> Tensor:
         """Rows of f's output: a view of it if its dtype and memory order allow this, never of the iterate `z`."""
-        rows = value if self.is_rows and self._are_rows(value) else self.rows_of_value(value)
+        first = self.leaves[0]
+        if (
+            self.is_rows
+            and isinstance(value, Tensor)
+            and value.shape == first.shape
+            and value.dtype == self.dtype
+            and value.device == self.device
+            and value.is_contiguous()
+        ):
+            rows = value
+        else:
+            rows = self.rows_of_value(value)
         return rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
 
     def rows_of_value(self, value: Any) -> Tensor:
@@ -257,15 +271,6 @@ class Packing:
         raise ValueError(
             f"{name} must be a floating-point or complex tensor with numbers in each of its {rows} rows, "
             f"on {self.device}, got {got}"
-        )
-
-    def _are_rows(self, value: Any) -> bool:
-        return (
-            isinstance(value, Tensor)
-            and value.shape == self.leaves[0].shape
-            and value.dtype == self.dtype
-            and value.device == self.device
-            and value.is_contiguous()
         )
 
     def unpack(self, rows: Tensor) -> Any:

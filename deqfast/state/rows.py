@@ -89,10 +89,8 @@ def without_broken(
 ) -> tuple[Any, Any, Tensor | None]:
     """(z*, x, broken), with a healthy row in place of each sample whose solve of f met a value that is not finite.
 
-    broken: (N,) mask of these rows; None if the host knows that there are none.
+    broken: (N,) mask of these rows; None if there are no samples.
     """
-    if solution.counts is not None and not solution.counts[Status.NONFINITE]:
-        return solution.value, x, None
     broken = solution.status == Status.NONFINITE
     if groups is not None:
         broken = groups.of_rows(broken)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -94,6 +94,24 @@ def vjp(
                 tuple(values), tuple(given), retain_graph, False, tuple(inputs), True, accumulate_grad=False
             )
     return list(found)
+
+
+def multiplier(outputs: list[Tensor], inputs: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor | None]]:
+    """``product`` of these outputs and inputs, as a function of the gradients: for many products, one after another."""
+    alike = all([y.requires_grad and y.shape == z.shape for y, z in zip(outputs, inputs, strict=True)])
+    if not alike or any([z._backward_hooks for z in inputs]):
+        return partial(product, outputs, inputs)
+    values, leaves, dtypes = tuple(outputs), tuple(inputs), [y.dtype for y in outputs]
+
+    def multiply(grads: list[Tensor]) -> Sequence[Tensor | None]:
+        given = tuple([g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)])
+        before, _thread.multiplies = _thread.multiplies, True
+        try:
+            return _engine_run_backward(values, given, True, False, leaves, True, accumulate_grad=False)
+        finally:
+            _thread.multiplies = before
+
+    return multiply
 
 
 def product(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], **options: Any) -> Gradients:
@@ -211,8 +229,8 @@ def not_leaves(tree: Any) -> Any:
 
 def with_nodes(tree: Any) -> Any:
     """The tree with a node of its own behind each tensor that requires a gradient."""
-    if isinstance(tree, Tensor):
-        return _following(_check_sized(tree)) if tree.requires_grad else tree
+    if isinstance(tree, Tensor) and tree.layout == torch.strided and not tree.is_nested:
+        return tree.view_as(tree) if tree.requires_grad else tree
     return pytree.tree_map(lambda t: _following(_check_sized(t)) if _requires_grad(t) else t, tree)
 
 
@@ -294,7 +312,7 @@ def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> 
 
 def detached(tree: Any, requires_grad: bool = False) -> Any:
     """`tree` with its tensors cut from their graphs, with `requires_grad` as fresh leaves."""
-    found = pytree.tree_map(torch.Tensor.detach, tree)
+    found = tree.detach() if isinstance(tree, Tensor) else pytree.tree_map(torch.Tensor.detach, tree)
     if requires_grad:
         _states.update((leaf.requires_grad_(), None) for leaf in pytree.tree_leaves(found))
     return found

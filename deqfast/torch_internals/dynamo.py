@@ -69,13 +69,15 @@ def uncompiled(f: Callable[..., Result]) -> Callable[..., Result]:
             return f(*arguments)
 
     def run(*arguments: Any) -> Result:
-        return untraced(plain if _is_loaded() else f, *arguments)
+        return untraced(plain if "torch._dynamo" in sys.modules else f, *arguments)
 
     return run
 
 
 def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
     """Return ``f(*arguments)``; dynamo does not compile it, even if it compiles the caller in parts."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import would take seconds
+        return f(*arguments)
     hides = torch.compiler.is_dynamo_compiling() or _callback() is not None
     return _disabled()(f, *arguments) if hides else f(*arguments)
 
@@ -95,19 +97,13 @@ def _disabled() -> Callable[..., Any]:
 
 def is_given_up() -> bool:
     """Return, in an untraced frame, whether dynamo gave up that frame and compiles the functions that it calls."""
-    return callable(_callback())
+    return "torch._dynamo" in sys.modules and callable(_callback())
 
 
 def _callback() -> Any:
     """Dynamo's callback for new frames of this thread; None: nothing is compiled; False: only existing code runs."""
-    if not _is_loaded():
-        return None
     _disabled()  # a trace that made it would be made again at the next call, which finds it
     return torch._C._dynamo.eval_frame.get_eval_frame_callback()
-
-
-def _is_loaded() -> bool:
-    return "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
 
 
 @contextmanager

@@ -76,7 +76,8 @@ def present_context() -> Context:
     """
     if is_exporting():
         return "torch.export"
-    return "torch.func" if in_torch_func() or in_forward_mode() else "eager"
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # type: ignore[attr-defined]
+    return "torch.func" if transformed else "eager"
 
 
 def check_values(name: str, tree: Any) -> None:
@@ -94,7 +95,7 @@ def check_values(name: str, tree: Any) -> None:
             "deqfast: torch.jit.trace would fix the number of evaluations, which depends on values: use torch.export "
             "or torch.compile, and torch.onnx.export with dynamo=True"
         )
-    tensor = next((leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)), None)
+    tensor = tree if isinstance(tree, Tensor) else next(filter(torch.is_tensor, pytree.tree_leaves(tree)), None)
     if tensor is not None and not has_values(tensor):
         kind = "tensors on the device meta" if tensor.is_meta else "fake tensors (FakeTensorMode)"
         raise ValueError(f"{name} must hold values, which a solve reads, got {kind}")
@@ -102,7 +103,7 @@ def check_values(name: str, tree: Any) -> None:
 
 def values(tensor: Tensor) -> Tensor:
     """Numbers of the tensor under all transforms, those of all members of a vmap."""
-    while is_wrapped(tensor):
+    while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
@@ -162,8 +163,10 @@ class Members:
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Members | None:
         """Batch that these tensors belong to, or None."""
-        batched = next((t for t in tensors if _functorch.is_legacy_batchedtensor(t)), None)
-        return None if batched is None else cls(batched)
+        for tensor in tensors:
+            if _functorch.is_legacy_batchedtensor(tensor):
+                return cls(tensor)
+        return None
 
     def unwrap(self, grad: Tensor) -> Tensor:
         """Gradients of all members (V, ...)."""

@@ -7,11 +7,12 @@ every thread, which in a solve would have no graph. Here each thread keeps its o
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -125,13 +126,24 @@ def _holdable(modules: Iterable[nn.Module]) -> Iterator[None]:
                     module.__class__ = ParametrizationList
 
 
-@contextmanager
-def hold_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
+def hold_weights(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Compute the weights of these modules of a cell once, with a graph if one is recorded, and keep them.
 
     A value that the thread already keeps is not computed again. Inside of the cell's own activation checkpoint the
     weights are computed again, as in the backward pass. Each call computes those that its hooks must load first.
     """
+    kinds: Any = map(type, modules)
+    return _hold(modules) if any(map(_computes, kinds)) else nullcontext()
+
+
+@functools.cache
+def _computes(kind: Any) -> bool:
+    """Return whether modules of this class compute weights."""
+    return kind in _LISTS or issubclass(kind, OncePerSolve)
+
+
+@contextmanager
+def _hold(modules: Sequence[nn.Module]) -> Iterator[None]:
     lists = [found for found in _parametrised(modules) if _can_be_held(found[2])]
     others = [module for module in modules if isinstance(module, OncePerSolve) and _can_be_held(module)]
     if not (lists or others):
