@@ -209,7 +209,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         Returns:
             `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
         """
-        z0 = self._initial_state(x) if z0 is None else z0
+        z0, is_fresh = self._start(x) if z0 is None else (z0, False)
         # Tested in this frame, which runs uncompiled if dynamo gives up. is_compiling() is true for other threads too.
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
@@ -217,17 +217,22 @@ class DEQBlock(ChecksKeywords, nn.Module):
         # compile the solve in parts.
         run = partial(untraced, self._run) if is_given_up() else self._run
         try:
-            value, solution = run(x, z0, groups, return_solution)
+            value, solution = run(x, z0, groups, return_solution, is_fresh)
         except RuntimeError as error:
             check_batches(z0, x, error)
             raise
         return (value, solution) if return_solution else value
 
     def _run(
-        self, x: Any, z0: Any, groups: Groups | Tensor | str | None, return_solution: bool = True
+        self,
+        x: Any,
+        z0: Any,
+        groups: Groups | Tensor | str | None,
+        return_solution: bool = True,
+        is_fresh: bool = False,
     ) -> tuple[Any, Solution]:
         """Value and Solution of ``forward``, if ``torch.compile`` does not trace it."""
-        plan = self._plan(x, z0, groups)
+        plan = self._plan(x, z0, groups, is_fresh)
         if plan.context != "torch.export":
             check_values("z0", z0)
         if plan.context != "eager":
@@ -293,12 +298,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
             self._forward_notice.look(solution)
         return states
 
-    def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None) -> Plan:
+    def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None, is_fresh: bool = False) -> Plan:
         return Plan(
             cell=self.cell,
             x=x,
             z0=z0,
             options=self._options(None if groups is None and self.groups is None else self._grouping(groups, z0)),
+            is_fresh=is_fresh,
             per_sample=self.per_sample,
             solves=self._solves,
             graphs=self.graphs,
@@ -338,15 +344,19 @@ class DEQBlock(ChecksKeywords, nn.Module):
             self._backward_notice.look(solution)
 
     def _initial_state(self, x: Any) -> Any:
+        return self._start(x)[0]
+
+    def _start(self, x: Any) -> tuple[Any, bool]:
+        """Start for x, and whether it is zeros that nobody else uses."""
         if self.init is not None:
-            return self.init(x)
+            return self.init(x), False
         if (start := getattr(self.cell, "initial_state", None)) is not None:
             if not callable(start):
                 raise TypeError(f"initial_state of the cell must be a method of x, got {type(start).__name__}")
-            return start(x)
+            return start(x), False
         (leaf, *others) = [x] if isinstance(x, Tensor) else pytree.tree_leaves(x) or [None]
         if not others and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            return torch.zeros_like(leaf)
+            return torch.zeros_like(leaf), True
         kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
             f"no initial state: x is not a single floating-point or complex tensor, got {kind}. Pass z0 to the call, "

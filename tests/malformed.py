@@ -53,6 +53,8 @@ def valid(op: str) -> dict[str, Any]:
     dtype = random.choice(("fp32", "fp64"))
     if op in OPS:
         return good(op, dtype=dtype)
+    if op == "state_begin":
+        return {"z": good("picard_step", dtype=dtype)["z"]}
     if op == "loop_begin":
         return {"z0": good("picard_step", dtype=dtype)["z"], "elements": 2 * 32 + 8 * 2, "integers": 4, "solve": 0}
     if op == "loop_end":
@@ -179,7 +181,7 @@ def overflowing() -> list[tuple[str, list[Any]]]:
 def main(count: int, seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
-    ops = [*OPS, *LOOPS, "loop_begin", "loop_end"]
+    ops = [*OPS, *LOOPS, "state_begin", "loop_begin", "loop_end"]
     outcomes = {op: [0, 0] for op in ops}
     calls = [(op, [*malformed(op).values()]) for op in ops for _ in range(count)]
     for i, (op, values) in enumerate(calls + overflowing()):

@@ -39,7 +39,7 @@ class TestRegistration:
     def test_every_op_is_checked_here(self):
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
         on_triton = {f"deqfast::{op}_triton" for op in OPS if OPS[op].triton}
-        loops = {f"deqfast::{name}" for name in ("loop_begin", "loop_end", *LOOPS)}
+        loops = {f"deqfast::{name}" for name in ("state_begin", "loop_begin", "loop_end", *LOOPS)}
         assert registered == {f"deqfast::{op}" for op in OPS} | on_triton | loops | WHOLE_SOLVES
 
     @pytest.mark.covering(1)
@@ -111,6 +111,8 @@ class TestLoops:
     @pytest.mark.parametrize(
         ("op", "arguments", "message"),
         [
+            ("state_begin", (torch.zeros(2, 3).T,), "`z` must be contiguous"),
+            ("state_begin", (torch.zeros(2, 3).half(),), "`z` must be float32 or float64, got Half"),
             ("loop_begin", (torch.zeros(2, 3).T, 40, 9, 0), "`z0` must be contiguous"),
             ("loop_begin", (torch.zeros(2, 3).half(), 40, 9, 0), "`z0` must be float32 or float64, got Half"),
             ("loop_begin", (torch.zeros(6), 40, 9, 0), r"`z0` must have shape \(B, D\), got \(6"),

@@ -1,4 +1,5 @@
-// loop_begin and loop_end: the tensors of a loop in compiled code, and the results of its solve.
+// state_begin: the tensors of an eager solve before the first evaluation. loop_begin and loop_end: the tensors of a loop
+// in compiled code, and the results of its solve.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@ namespace deqfast {
 namespace {
 
 using Begun = std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle>;
+using State = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Ended = std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,
                          AtenTensorHandle>;
 
@@ -56,6 +58,26 @@ Ended loop_end(View values, View counts, View status, View running, int64_t batc
     *evaluations.data<int64_t>() = state.counts[kEvaluations];
   });
   return {value.tensor, ended.tensor, iterations.tensor, relative.tensor, absolute.tensor, evaluations.tensor};
+}
+
+State state_begin_op(Tensor z) {
+  Checker{"state_begin", z, "z"}.check_rows();
+  const int64_t batch = z.size(0), elements = batch * z.size(1);
+  const ScalarType dtype = z.scalar_type();
+  const View best{new_tensor<2>({batch, z.size(1)}, dtype)}, status{new_tensor<1>({batch}, ScalarType::Char)},
+      iterations{new_tensor<1>({batch}, ScalarType::Int)}, residual{new_tensor<2>({2, batch}, dtype)},
+      progress{new_tensor<2>({kProgress, batch}, dtype)}, active{new_tensor<1>({1}, ScalarType::Int)};
+  std::memset(status.data<int8_t>(), kRunning, batch);
+  std::fill_n(iterations.data<int32_t>(), batch, 0);
+  *active.data<int32_t>() = static_cast<int32_t>(batch);
+  dispatch_state(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    std::copy_n(View{z.get()}.data<T>(), elements, best.data<T>());
+    std::fill_n(residual.data<T>(), 2 * batch, Limits<T>::infinity);
+    std::fill_n(progress.data<T>(), kProgress * batch, Limits<T>::infinity);
+  });
+  return {Tensor(best.tensor),     Tensor(status.tensor),   Tensor(iterations.tensor),
+          Tensor(residual.tensor), Tensor(progress.tensor), Tensor(active.tensor)};
 }
 
 template <class... H>
@@ -109,6 +131,7 @@ DEQFAST_C_FUNCTION aoti_torch_cpu_loop_end(AtenTensorHandle values, AtenTensorHa
 }
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
+  m.impl("state_begin", TORCH_BOX(&state_begin_op));
   m.impl("loop_begin", TORCH_BOX(&loop_begin_op));
   m.impl("loop_end", TORCH_BOX(&loop_end_op));
 }

@@ -108,9 +108,10 @@ class Solve:
         """State before the first evaluation; ValueError if z0 is not finite."""
         # In inference mode torch does not count in-place operations of f.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            rows = (
-                z0 if is_fresh and self.packing.is_rows and z0.is_contiguous() else check_finite(self.packing.pack(z0))
-            )
+            if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
+                rows = z0
+            else:
+                rows = check_finite(self.packing.pack(z0))
             state = begun_state(self.solver, rows, self.kernel, self.options.keeps_inverse)
             if self.options.trace:
                 state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)

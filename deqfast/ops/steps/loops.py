@@ -1,4 +1,7 @@
-"""Steps of the solvers for loops in compiled code, on the CPU.
+"""Steps of the solvers for loops in compiled code, on the CPU; and the beginning of an eager solve in one op.
+
+``state_begin`` makes the tensors of an eager solve from z (B, D), apart from z: the best iterate, status, iterations,
+residual, progress and the number of running samples, see ``ops.steps``.
 
 ``loop_begin`` makes the tensors that all steps work on, and ``loop_end`` copies the results out of them. Between the
 two, only the steps read or write them. The exception is the iterate, the first B D elements of `values`:
@@ -49,6 +52,10 @@ PARTS = {
 STEPS = [name.replace("step", "loop") for name in PARTS]
 
 library.define(
+    "state_begin(Tensor z) -> (Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress, "
+    "Tensor active)"
+)
+library.define(
     "loop_begin(Tensor z0, SymInt elements, SymInt integers, int solve) "
     "-> (Tensor values, Tensor counts, Tensor status, Tensor running)",
     tags=torch.Tag.nondeterministic_seeded,
@@ -57,6 +64,16 @@ library.define(
     "loop_end(Tensor values, Tensor counts, Tensor status, Tensor running, SymInt batch, SymInt dim) "
     "-> (Tensor value, Tensor status, Tensor iterations, Tensor relative, Tensor absolute, Tensor evaluations)"
 )
+
+
+@functools.partial(torch.library.register_fake, "deqfast::state_begin", lib=library)
+def _state_begun(z: Tensor) -> tuple[Tensor, ...]:
+    from . import PROGRESS
+
+    batch = z.shape[0]
+    counts = [z.new_empty(size, dtype=torch.int32) for size in (batch, 1)]
+    measures = [z.new_empty(rows, batch) for rows in (2, len(PROGRESS))]
+    return torch.empty_like(z), z.new_empty(batch, dtype=torch.int8), counts[0], *measures, counts[1]
 
 
 @functools.partial(torch.library.register_fake, "deqfast::loop_begin", lib=library)
