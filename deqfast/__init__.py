@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import _checkout as _checkout  # first: it lets a run from the checkout find deqfast.kernels
 from . import metrics, regularize
-from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
-from .block import DEQBlock
-from .carry import Carry
+from .api.block import DEQBlock
+from .api.carry import Carry
+from .api.find_fixed_points import FixedPoints, find_fixed_points
+from .api.fixed_point import fixed_point, root
+from .api.solve import solve
 from .cells import (
     Cell,
     CellHooks,
@@ -18,16 +20,14 @@ from .cells import (
     SubhomogeneousCell,
 )
 from .diagnosis import Diagnosis, diagnose
-from .execution.export import package_options
-from .execution.one_launch import fc_fixed_point
-from .find_fixed_points import FixedPoints, find_fixed_points
-from .fixed_point import fixed_point, root
+from .engine.runners.one_launch import fc_fixed_point
+from .gradients import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory
 from .solution import Solution, Status
-from .solve import solve
 from .solvers import Anderson, Auto, Broyden, MixedAnderson, Picard, Solver
 from .state.groups import Groups
+from .transforms.export import package_options
 
 if TYPE_CHECKING:
     from .metrics import NeuralCollapse

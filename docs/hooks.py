@@ -10,7 +10,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from deqfast.execution.refusals import REFUSED
+from deqfast.api.refusals import REFUSED
 
 PAGES = Path(__file__).parent / "pages"
 TABLE = "<!-- what does not go together -->"

@@ -30,7 +30,7 @@ from deqfast import (
     Status,
     Unrolled,
 )
-from deqfast.adjoints import as_adjoint
+from deqfast.gradients import as_adjoint
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, after_solve, assert_close, rounding
 
 TIGHT = 1e-13

@@ -39,7 +39,7 @@ from deqfast import (
     fixed_point,
     solve,
 )
-from deqfast.adjoints import Adjoint
+from deqfast.gradients import Adjoint
 from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
 
 EPS = rounding(torch.float32)

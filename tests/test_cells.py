@@ -24,7 +24,7 @@ from deqfast import (
     SubhomogeneousCell,
     solve,
 )
-from deqfast.execution import one_launch
+from deqfast.engine.runners import one_launch
 from deqfast.ops import choice
 from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
 

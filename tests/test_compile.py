@@ -33,9 +33,9 @@ from deqfast import (
     fc_fixed_point,
     package_options,
 )
-from deqfast.execution import opaque_op
 from deqfast.testing import GRADIENT, WELL_CONDITIONED, after_solve, amplification, assert_close, rounding
 from deqfast.torch_internals.dynamo import uncompiled
+from deqfast.transforms import opaque_op
 
 
 class Cell(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, Picard, ResidualCell, Status, backends
-from deqfast.execution.compiled import Codes
+from deqfast.engine.runners.compiled import Codes
 from deqfast.testing import (
     after_solve,
     amplification,

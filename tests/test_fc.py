@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, LinearCell, Picard, Status, fc_fixed_point
-from deqfast.execution import one_launch
+from deqfast.engine.runners import one_launch
 from deqfast.ops import ACTIVATIONS, Kernel
 from deqfast.ops.fc import reference
 from deqfast.ops.steps import StopRule

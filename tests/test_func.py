@@ -25,7 +25,7 @@ from deqfast import (
     fc_fixed_point,
     solve,
 )
-from deqfast.adjoints import Adjoint
+from deqfast.gradients import Adjoint
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, lost, rounding
 
 TIGHT = Broyden(rtol=1e-13, max_iter=60)

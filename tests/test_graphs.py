@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
 from deqfast.engine.loop import LateWatch, Watch
-from deqfast.execution import cuda_graph
+from deqfast.engine.runners import cuda_graph
 from deqfast.testing import SOLVERS, assert_same_solution
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deqfast import DEQBlock, Implicit, MixedAnderson
-from deqfast.execution.refusals import REFUSED
+from deqfast.api.refusals import REFUSED
 
 OPTIONS = {
     "drop_converged": {"drop_converged": True},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import deqfast
-from deqfast.execution.one_launch import has_kernel
+from deqfast.engine.runners.one_launch import has_kernel
 
 from . import traffic
 from .counters import count, launched, memory

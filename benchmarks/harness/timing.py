@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from deqfast.execution import cuda_graph
+from deqfast.engine.runners import cuda_graph
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3

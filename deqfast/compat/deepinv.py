@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adjoints import Adjoint
-from ..block import DEQBlock
+from ..api.block import DEQBlock
+from ..gradients import Adjoint
 from ..solution import Solution
 from ..solvers import Solver
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_choice, check_count, check_number, did_you_mean
-from .._notice import Notice, warn
-from ..adjoints import Adjoint, Implicit, Phantom
+from ..api.notice import Notice, warn
+from ..api.trajectory import Taps, solve_along
 from ..cells.protocol import solving
+from ..engine.plan import Plan
 from ..engine.solve import Options, check_finite
-from ..execution.confirm import confirmed
-from ..execution.plan import Plan
-from ..execution.trajectory import Taps, solve_along
+from ..gradients import Adjoint, Implicit, Phantom
+from ..gradients.base import confirmed
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
 from ..solvers import Anderson, Broyden, Picard, Solver

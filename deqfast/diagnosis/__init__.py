@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._changes import changing_modules, difference
 from .._checks import check_count
-from ..block import DEQBlock
+from ..api.block import DEQBlock
+from ..api.changes import changing_modules, difference
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
 from ..state.groups import Groups

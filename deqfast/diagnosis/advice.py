@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from .._changes import HELP
-from .._notice import REMEDIES
-from ..adjoints import JFB, Neumann, Phantom
+from ..api.changes import HELP
+from ..api.notice import REMEDIES
+from ..gradients import JFB, Neumann, Phantom
 from ..solution import Status
 from ..solvers import Solver
 from ..torch_internals import pytree

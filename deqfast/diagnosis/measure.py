@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..adjoints import JFB, Adjoint, Implicit, Neumann, Phantom
-from ..execution.plan import Plan
+from ..engine.plan import Plan
+from ..gradients import JFB, Adjoint, Implicit, Neumann, Phantom
 from ..ops.steps.reference import Evaluation
 from ..solution import Solution, Status
 from ..solvers import Anderson, Broyden, Picard, Solver

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..cells.protocol import solving
+from ..engine.plan import Plan, run
 from ..engine.solve import Solve
-from ..execution.choose import choose
-from ..execution.plan import Plan
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.norms import sample_norms
@@ -75,7 +74,7 @@ class Problem:
     def as_it_is(self, z0: Any = None) -> Solution:
         """Solution by the block's solver, or by the cell's own ``fixed_point``."""
         plan = self.plan if z0 is None else replace(self.plan, z0=z0)
-        solution = choose(plan)(plan)
+        solution = run(plan)
         self.evaluations += solution.evaluations
         return solution
 

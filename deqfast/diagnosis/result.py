@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..adjoints import Adjoint
+from ..gradients import Adjoint
 from ..solution import Status
 from ..solvers import Picard, Solver
 from .advice import advise, largest, median, rounded, spelled

@@ -1,11 +1,20 @@
-"""The eager loop, and its look at the number of running samples."""
+"""The eager loop, its look at the number of running samples, and the parts of which its body is composed.
+
+A solve is composed of the parts that its options need, so that no iteration tests for the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..ops.steps.reference import begun, evaluated
+from ..solution import Status
+from ..solvers.base import State
+from ..state.packing import Packing, evaluate, kept, versions, writes
 
 
 def iterate(
@@ -90,3 +99,127 @@ class LateWatch(Watch):
 def watch_of(active: Tensor) -> Watch:
     """Watch of the device's counter `active`; late on a GPU, because reading it would wait."""
     return LateWatch(active) if active.is_cuda else Watch(active)
+
+
+# Finished samples leave f's batch when they are this share of it; for fewer, moving the others does not pay.
+COMPACT_SHARE = 0.25
+
+StopFn = Callable[[Any, Any, int], Tensor]
+Evaluation = Callable[[], tuple[Any, Tensor]]
+"""Call of f at the present iterate, which returns f's value and its rows."""
+
+
+def whole(f: Callable[[Any], Any], packing: Packing, state: State) -> Evaluation:
+    """Evaluations of all samples."""
+    z, unpack, pack_value = state.z, packing.unpack, packing.pack_value
+    if not packing.is_view:
+
+        def call() -> tuple[Any, Tensor]:
+            value = evaluate(f, unpack(z))
+            return value, pack_value(value, z)
+
+        return call
+    argument = unpack(z)  # one view serves all evaluations, because the steps write to its memory
+
+    def call_with_view() -> tuple[Any, Tensor]:
+        nonlocal argument
+        before = z._version
+        value = f(argument)
+        if z._version != before:
+            raise writes()
+        if argument.requires_grad:  # f has set this
+            argument = unpack(z)
+        return value, pack_value(value, z)
+
+    return call_with_view
+
+
+class Compaction:
+    """Evaluations of the running samples, and perhaps some others.
+
+    In f's value, rows of samples that are left out are undefined, and no solver reads them; with `fills` they are z.
+    """
+
+    def __init__(self, f: Callable[..., Any], packing: Packing, state: State, watch: Watch, fills: bool) -> None:
+        self.f, self.packing, self.state, self.watch, self.fills = f, packing, state, watch, fills
+        self.rows: Tensor | None = None
+        self.samples = 0  # in all evaluations together
+
+    def take_all(self) -> None:
+        """Put all samples into the next batch, because some run again."""
+        self.rows = None
+
+    def __call__(self) -> tuple[Any, Tensor]:
+        packing, z = self.packing, self.state.z
+        self._drop()
+        if (which := self.rows) is None:
+            self.samples += packing.batch
+            value = evaluate(self.f, packing.unpack(z), None)
+            return value, packing.pack_value(value, z)
+        part, own = packing.resized(len(which)), z.index_select(0, which)
+        self.samples += part.batch
+        value = evaluate(self.f, part.unpack(own), which)
+        rows = part.pack_value(value, own)
+        if self.fills:
+            value = part.fill(packing.unpack(z), value, which)
+        return value, rows.new_empty(packing.batch, rows.shape[1]).index_copy_(0, which, rows)
+
+    def _drop(self) -> None:
+        """Select the running rows again if enough others are done; this waits for the device."""
+        size = self.packing.batch if self.rows is None else len(self.rows)
+        if 0 < self.watch.known <= (1 - COMPACT_SHARE) * size:
+            running = self.state.running.nonzero().flatten()
+            self.rows = running if len(running) else self.rows
+
+
+Before = Callable[[Any, Tensor, int], Tensor]
+"""Called before step k with f's value and its rows; returns the rows for the step."""
+
+
+def stopping(stop_fn: StopFn, packing: Packing, state: State) -> Before:
+    """End samples by the caller's rule."""
+
+    def stop(value: Any, rows: Tensor, k: int) -> Tensor:
+        rows = kept(rows)
+        _end(state, _asked(stop_fn, packing, state, value, k + 1), rows, k)
+        return rows
+
+    return stop
+
+
+def recording(state: State) -> Callable[[], None]:
+    """Record the residuals after a step; a solver may skip numbers of evaluations."""
+    assert state.trace is not None
+    lines = iter(state.trace)
+
+    def record() -> None:
+        next(lines).copy_(state.residual)
+
+    return record
+
+
+def _asked(stop_fn: StopFn, packing: Packing, state: State, value: Any, k: int) -> Tensor:
+    """Mask of samples to end, by the rule. It may keep z, which is a copy, and must not write to f(z)."""
+    before, status = versions(value), state.status
+    ended = stop_fn(packing.unpack(state.z.clone()), value, k)
+    if versions(value) != before:
+        raise ValueError("stop_fn must not modify its argument value, got a rule that works in place on it")
+    parts = (ended.shape, ended.dtype, ended.device) if isinstance(ended, Tensor) else ()
+    if parts != (status.shape, torch.bool, status.device):
+        got = f"{tuple(ended.shape)} {ended.dtype} on {ended.device}" if parts else repr(ended)
+        wanted = f"({packing.batch},) torch.bool on {status.device}"
+        raise ValueError(f"stop_fn must return a mask {wanted}, got {got}")
+    return ended
+
+
+def _end(state: State, ended: Tensor, rows: Tensor, k: int) -> None:
+    """End the running samples of the mask at the present iterate, unless they have converged or are not finite."""
+    assert state.rule is not None  # f has returned a value
+    now = evaluated(state.z, rows, state.rule, begun(state.progress, k))
+    converged = now.converged(state.rule)
+    ended = ended & state.running & torch.isfinite(now.res_abs) & ~converged
+    state.best.copy_(torch.where(ended[:, None], state.z, state.best))
+    state.residual.copy_(torch.where(ended, torch.stack([now.res_rel, now.res_abs]), state.residual))
+    state.iterations.copy_(torch.where(ended, state.iterations_at(k), state.iterations))
+    state.status.masked_fill_(ended, Status.STOPPED)
+    state.active -= ended.sum(dtype=torch.int32)

@@ -1,0 +1,371 @@
+"""DEQBlock: a deep equilibrium layer for any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import ChecksKeywords, check_batches, check_cell, check_choice, settings_of
+from ..cells.protocol import solving
+from ..engine.loop import StopFn
+from ..engine.plan import Plan
+from ..engine.runners.compiled import Compiled
+from ..engine.runners.cuda_graph import Graphs
+from ..engine.solve import Options, Solves
+from ..gradients import ADJOINTS, Adjoint, as_adjoint
+from ..gradients.linearised import Linearised
+from ..ops import check_kernel_name
+from ..solution import Solution
+from ..solvers import SOLVERS, Solver, as_solver
+from ..state.groups import Groups
+from ..state.packing import Packing, check_scale
+from ..torch_internals import pytree
+from ..torch_internals.dynamo import is_given_up, untraced
+from ..torch_internals.transforms import check_values, values
+from ..torch_internals.weights import check_loaded, hold_weights, modules_of
+from ..transforms import opaque_op
+from ..transforms.export import export
+from ..transforms.functorch import transform
+from .changes import Changes
+from .notice import Notice
+from .refusals import check_served, check_together, given, kinds
+from .trajectory import check_trajectory, differentiate_along
+
+
+def _callable_or_none(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, got {value!r}")
+    return value
+
+
+# Checks and conversions of options, in the constructor and in assignments.
+_TAKEN: dict[str, Callable[[Any], Any]] = {
+    "solver": as_solver,
+    "eval_solver": lambda solver: None if solver is None else as_solver(solver),
+    "adjoint": as_adjoint,
+    "kernel": check_kernel_name,
+    "scale": check_scale,
+    "init": partial(_callable_or_none, "init"),
+    "stop_fn": partial(_callable_or_none, "stop_fn"),
+}
+# Options that cannot be combined with all others.
+_COMBINED = {"solver", "eval_solver", "adjoint", "drop_converged", "groups", "stop_fn", "scale", "trace"}
+
+
+class DEQBlock(ChecksKeywords, nn.Module):
+    """Deep equilibrium layer: solves z* = cell(z*, x), and differentiates z* in x and in the cell's parameters.
+
+    A sample is solved as a whole. If its cell is causal, as attention with a mask, later tokens still change earlier
+    positions, by about the tolerance.
+
+    The start z0 is the argument of the call, else `init(x)`, else ``cell.initial_state(x)``, else zeros like x. A cell
+    may have further hooks, see ``CellHooks``.
+
+    Args:
+        cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
+        solver: "broyden", "anderson", "picard", "auto" (rtol=1e-3, max_iter=20, "auto": 200) or a solver object.
+        adjoint: "jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled" or an adjoint object.
+        init: x -> z0; None: see above.
+        groups: groups of calls that give none, see ``forward``.
+        scale: the typical sizes of the tensors of z, see ``solve``.
+        per_sample: which tensors of x have one row per row of z: a tree like x of True and False. `drop_converged`
+            removes rows of these tensors. In the gradient, a healthy row replaces each row whose sample broke down.
+            None: sparse tensors, scalars and parameters have none, and the only other tensor of x has them. If there
+            are several, `drop_converged` raises an error. For the gradient, each with as many rows as z is tried in the
+            cell after a sample broke down: it has rows of samples if replacing them leaves the other samples' values as
+            they are. On a GPU the gradient then waits for the device, to know whether a sample broke down.
+        eval_solver: solver of evaluation mode; None: `solver`.
+        stop_fn: a second rule that ends samples, see ``solve``.
+        kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
+        drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
+            samples independently.
+        cuda_graph: capture the forward solve in CUDA graphs, one per two iterations, and replay them. True, or
+            "whole" for one graph, in which the device ends the loop (possible in torch 2.14.1). See
+            ``engine.runners.cuda_graph``.
+        compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
+            solver and shape of a sample. This takes seconds at the first call. Not under torch.func. True, or
+            "forward" for the forward solve only, if torch.compile cannot compile the cell's gradient.
+        trace: record the residual of each sample's best iterate so far, after every evaluation, in ``Solution.trace``.
+        warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
+            and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
+            warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
+            cell changes between calls: by its modules, else by three evaluations, in which its hooks run. It also warns
+            of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
+
+    Attributes:
+        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace: as
+            above, with objects instead of names. Assignments are checked like arguments.
+        backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
+
+    Raises:
+        TypeError, ValueError: at construction, a name is unknown, a value is out of range, or options cannot be
+            combined. In a call, z0 has NaN or infinity, or the cell returns another shape. The text names the argument.
+        RuntimeError: in a call, if a kernel chosen by name cannot run.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(deqfast.FCCell(in_features=3, features=8), solver="anderson", adjoint="implicit")
+        >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), block, torch.nn.Linear(8, 1))
+        >>> model(torch.randn(16, 5)).square().mean().backward()
+
+        The outcome of a solve:
+
+        >>> z, solution = block(torch.randn(4, 3), return_solution=True)
+        >>> z.shape, solution.converged.tolist()
+        (torch.Size([4, 8]), [True, True, True, True])
+    """
+
+    backward_solution: Solution | None
+    _last: Options | None
+
+    def __init__(
+        self,
+        cell: Callable[[Any, Any], Any],
+        solver: str | Solver = "broyden",
+        adjoint: str | Adjoint = "jfb",
+        *,
+        init: Callable[[Any], Any] | None = None,
+        groups: Groups | Tensor | str | None = None,
+        scale: Any = None,
+        per_sample: Any = None,
+        eval_solver: str | Solver | None = None,
+        stop_fn: StopFn | None = None,
+        kernel: str = "auto",
+        drop_converged: bool = False,
+        cuda_graph: bool | str = False,
+        compile: bool | str = False,
+        trace: bool = False,
+        warn: bool = True,
+    ):
+        super().__init__()
+        check_cell(cell)
+        self.cell = cell
+        self.solver = as_solver(solver)
+        self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
+        self.adjoint = as_adjoint(adjoint)
+        self.kernel = kernel
+        self.init, self.groups = init, groups
+        self.drop_converged, self.trace, self.stop_fn, self.scale = drop_converged, trace, stop_fn, scale
+        self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
+        check_choice("compile", compile, (False, True, "forward"))
+        self.compiled = Compiled() if compile else None
+        self.linearised = Linearised() if compile and compile != "forward" else None
+        self._solves = Solves()
+        self._check_options()
+        self.backward_solution = None
+        self.warn, self.per_sample = warn, per_sample
+        self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
+        self._changes = Changes()
+        self._number = opaque_op.new_number(self)
+
+    def _check_options(self) -> None:
+        """Raise ValueError if options cannot be combined."""
+        check_together(given(self, self.adjoint))
+        if self.linearised is not None:
+            solver = getattr(self.adjoint, "solver", None)
+            check_served("compile", kinds(solver), f" of the adjoint's solver, {solver}")
+
+    @classmethod
+    def _keywords_elsewhere(cls) -> dict[str, str]:
+        """What to write instead of a setting of a solver or an adjoint."""
+        found = settings_of("adjoint", ADJOINTS) | settings_of("solver", SOLVERS)
+        return {name: place for name, place in found.items() if name != "solver"}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (take := _TAKEN.get(name)) is not None:
+            value = take(value)
+        before: Any = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        if name in _TAKEN or name in _COMBINED:
+            self.__dict__["_last"] = None
+        if name in _COMBINED and "_number" in self.__dict__:
+            try:
+                self._check_options()
+            except ValueError:
+                super().__setattr__(name, before)
+                raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = opaque_op.new_number(self)  # a copy is another block
+
+    def forward(
+        self, x: Any, z0: Any = None, return_solution: bool = False, groups: Groups | Tensor | str | None = None
+    ) -> Any:
+        """Solve for x; gradients pass to x and to the cell's parameters, with ``Unrolled`` also to z0.
+
+        Args:
+            x: the cell's second argument, any pytree. Its tensors with a row per row of z are the samples, see
+                `per_sample`.
+            z0: start of the iteration; None: see the class.
+            return_solution: return the Solution too.
+            groups: for a cell that couples rows of z: the sample of each row, or "batch", see ``solve``. With
+                ``Groups``, repeated calls do not wait for the device.
+
+        Returns:
+            `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
+        """
+        z0, is_fresh = self._start(x) if z0 is None else (z0, False)
+        # Tested in this frame, which runs uncompiled if dynamo gives up. is_compiling() is true for other threads too.
+        if torch.compiler.is_dynamo_compiling():
+            return opaque_op.solve_traced(self, x, z0, return_solution, groups)
+        # Once dynamo has given up this frame, for example within a transform, it does so for every block. It would then
+        # compile the solve in parts.
+        run = partial(untraced, self._run) if is_given_up() else self._run
+        try:
+            value, solution = run(x, z0, groups, return_solution, is_fresh)
+        except RuntimeError as error:
+            check_batches(z0, x, error)
+            raise
+        return (value, solution) if return_solution else value
+
+    def _run(
+        self,
+        x: Any,
+        z0: Any,
+        groups: Groups | Tensor | str | None,
+        return_solution: bool = True,
+        is_fresh: bool = False,
+    ) -> tuple[Any, Solution]:
+        """Value and Solution of ``forward``, if ``torch.compile`` does not trace it."""
+        plan = self._plan(x, z0, groups, is_fresh)
+        if plan.context != "torch.export":
+            check_values("z0", z0)
+        if plan.context != "eager":
+            asked = given(self, self.adjoint) + ["training mode"] * self.training
+            check_served(plan.context, asked + ["trace of a Solution"] * bool(self.trace and return_solution))
+        holds, modules = plan.holds_weights, modules_of(self.cell)
+        check_loaded(modules, plan.z0)
+        if self.training and self.warn and not self._changes.looked:
+            self._changes.look(plan)
+        with solving(modules), hold_weights(modules) if holds else nullcontext():
+            if plan.context == "torch.export":
+                value, solution = export(plan, self.adjoint)
+            elif plan.context == "torch.func":
+                # Dynamo gives up this frame within a transform, and would compile the solve in parts.
+                value, solution = untraced(transform, plan, self.adjoint)
+            else:
+                value, solution = self.adjoint(plan)
+        if self._changes.looks:
+            self._changes.look_at(plan, value)
+        if self.warn and plan.context != "torch.export" and solution.may_include(*self._forward_notice.asked):
+            self._forward_notice.look(replace(solution, status=values(solution.status)))
+        return value, solution
+
+    def trajectory(
+        self, x: Any, at: Sequence[int], z0: Any = None, groups: Groups | Tensor | str | None = None
+    ) -> list[Any]:
+        """Solve once for x; return z* and earlier states, each with a gradient, for a loss on several states.
+
+        This runs the eager loop, without `drop_converged`, `cuda_graph`, `compile` and the cell's own ``fixed_point``.
+        The gradient of each state costs as much as at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
+
+        Args:
+            x: see ``forward``.
+            at: ascending evaluations of the cell in this solve, counted from 1, so that 1 is z0. A sample that ends
+                earlier has its z* there.
+            z0: see ``forward``.
+            groups: see ``forward``.
+
+        Returns:
+            len(at) + 1 trees like z0: the states that the cell was given at these evaluations, then z*. The block's
+            adjoint gives the gradient of each.
+
+        Raises:
+            TypeError, ValueError: `at` is not as above. The adjoint is ``Unrolled`` or ``Reversible``, which run no
+                solver, or ``SHINE``, whose history exists only at the end of a solve. The call is within torch.func,
+                forward-mode AD or torch.export. Else as ``forward``.
+
+        Examples:
+            >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, relaxation=0.8))
+            >>> losses = [z.square().mean() for z in block.trajectory(torch.randn(4, 3), at=[2, 4])]
+            >>> (losses[2] + 0.8 * losses[1] + 0.64 * losses[0]).backward()
+        """
+        return untraced(self._trajectory, x, at, z0, groups)
+
+    def _trajectory(self, x: Any, at: Sequence[int], z0: Any, groups: Groups | Tensor | str | None) -> list[Any]:
+        at = check_trajectory(self.adjoint, self.current_solver, at)
+        plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
+        holds, modules = plan.context != "torch.func", modules_of(self.cell)
+        check_loaded(modules, plan.z0)
+        if self.training and self.warn:
+            self._changes.look(plan)
+        with solving(modules), hold_weights(modules) if holds else nullcontext():
+            states, solution = differentiate_along(plan, self.adjoint, at)
+        self._changes.look_at(plan, states)
+        if self.warn:
+            self._forward_notice.look(solution)
+        return states
+
+    def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None, is_fresh: bool = False) -> Plan:
+        return Plan(
+            cell=self.cell,
+            x=x,
+            z0=z0,
+            options=self._options(None if groups is None and self.groups is None else self._grouping(groups, z0)),
+            is_fresh=is_fresh,
+            per_sample=self.per_sample,
+            solves=self._solves,
+            graphs=self.graphs,
+            compiled=self.compiled,
+            linearised=self.linearised,
+            on_backward=self._keep_backward_solution,
+        )
+
+    def _options(self, groups: Groups | None) -> Options:
+        """Options of the forward solve, the same object until one of them changes."""
+        solver, options = self.solver if self.training else self.current_solver, self._last
+        if options is None or options.solver is not solver or options.groups is not groups:
+            self.__dict__["_last"] = options = Options(
+                solver=solver,
+                kernel=self.kernel,
+                groups=groups,
+                scale=self.scale,
+                stop_fn=self.stop_fn,
+                drop_converged=self.drop_converged,
+                trace=self.trace,
+            )
+        return options
+
+    @property
+    def current_solver(self) -> Solver:
+        """Solver of the mode, training or evaluation, that the block is in."""
+        return self.solver if self.training or self.eval_solver is None else self.eval_solver
+
+    def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
+        groups = self.groups if groups is None else groups
+        check_together([*given(self, self.adjoint), "groups"])
+        return Packing(z0, groups).groups
+
+    def _keep_backward_solution(self, solution: Solution) -> None:
+        self.__dict__["backward_solution"] = solution  # no module or parameter, for which torch would look
+        if self.warn and solution.may_include(*self._backward_notice.asked):
+            self._backward_notice.look(solution)
+
+    def _initial_state(self, x: Any) -> Any:
+        return self._start(x)[0]
+
+    def _start(self, x: Any) -> tuple[Any, bool]:
+        """Start for x, and whether it is zeros that nobody else uses."""
+        if self.init is not None:
+            return self.init(x), False
+        if (start := getattr(self.cell, "initial_state", None)) is not None:
+            if not callable(start):
+                raise TypeError(f"initial_state of the cell must be a method of x, got {type(start).__name__}")
+            return start(x), False
+        (leaf, *others) = [x] if isinstance(x, Tensor) else pytree.tree_leaves(x) or [None]
+        if not others and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            return torch.zeros_like(leaf), True
+        kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(
+            f"no initial state: x is not a single floating-point or complex tensor, got {kind}. Pass z0 to the call, "
+            "or init=... to DEQBlock, or give the cell a method initial_state(x)"
+        )
+
+    def extra_repr(self) -> str:
+        return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"

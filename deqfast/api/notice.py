@@ -1,0 +1,98 @@
+"""Warnings about unconverged samples, without waiting for the device."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..solution import Solution, Status, count_statuses
+
+REMEDIES = {
+    Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser tolerance, or make the cell contract "
+    "more",
+    Status.ESCAPED: "the cell may lack a fixed point: normalise its output, damp the steps or bound its weights",
+    Status.NONFINITE: "look for NaN or overflow in x, the parameters or the cell",
+    Status.INCONSISTENT: "pass groups= if the cell couples samples of a batch; hold fixed during a solve what changes "
+    "the cell between calls, such as dropout",
+}
+_INSIDE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+OF_BLOCKS = (
+    "deqfast.diagnose(block, x) says why; return_solution=True and backward_solution report every solve, warn=False "
+    "silences"
+)
+
+
+def is_late(status: Tensor) -> bool:
+    """Return whether reading `status` would wait for the device; if so, it is read one call late."""
+    return status.is_cuda
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the caller's code, outside of torch and deqfast."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+@dataclass
+class _Counts:
+    """Number of samples of a solve with each of the statuses `asked`; on a GPU, valid after the event."""
+
+    asked: list[Status]
+    numbers: Tensor
+    samples: int
+    arrived: Any = None  # an event
+
+
+class Notice:
+    """Warning about the solves of one kind, given at most once for each status.
+
+    Args:
+        kind: "forward" or "backward".
+        more: which options report every solve, and silence this warning.
+        expected: statuses that cause no warning.
+    """
+
+    def __init__(self, kind: str, more: str = OF_BLOCKS, expected: Iterable[Status] = ()) -> None:
+        self.kind, self.more = kind, more
+        self.asked = [status for status in REMEDIES if status not in expected]
+        self.pending: _Counts | None = None
+
+    def look(self, solution: Solution) -> None:
+        """Warn if samples of the solution did not converge. On a GPU, check the solution of an earlier call."""
+        asked = self.asked
+        if not is_late(solution.status):
+            numbers = solution.counts or count_statuses(solution.status)
+            if any([numbers[status] for status in asked]):
+                self._judge({status: numbers[status] for status in asked}, len(solution.status))
+            return
+        if self.pending is not None and self.pending.arrived.query():
+            self._judge(dict(zip(self.pending.asked, self.pending.numbers.tolist(), strict=True)), self.pending.samples)
+            self.pending = None
+        if not asked or self.pending is not None:
+            return
+        counts = torch.stack([(solution.status == status).sum() for status in asked])
+        pinned = torch.empty_like(counts, device="cpu", pin_memory=counts.is_cuda).copy_(counts, non_blocking=True)
+        self.pending = _Counts(asked, pinned, len(solution.status))
+        self.pending.arrived = torch.cuda.current_stream(counts.device).record_event()
+
+    def _judge(self, counts: dict[Status, int], samples: int) -> None:
+        found = {status: number for status, number in counts.items() if number and status in self.asked}
+        if not found:
+            return
+        self.asked = [status for status in self.asked if status not in found]
+        said = "; ".join(f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in found.items())
+        warn(f"deqfast: in a {self.kind} solve, {said}. Shown once; {self.more}")
+
+    def __getstate__(self) -> dict[str, object]:
+        """State without the counts that a device is still computing."""
+        return {**self.__dict__, "pending": None}

@@ -1,0 +1,99 @@
+"""Fixed points without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..engine.loop import StopFn
+from ..engine.solve import Options, Solve
+from ..solution import Solution
+from ..solvers import Solver, as_solver
+from ..state.groups import Groups
+from ..torch_internals.transforms import check_plain, check_values, present_context
+from ..transforms.export import solve_in_export
+from .refusals import check_served, kinds
+
+
+def solve(
+    f: Callable[..., Any],
+    z0: Any,
+    solver: str | Solver = "broyden",
+    kernel: str = "auto",
+    *,
+    groups: Groups | Tensor | str | None = None,
+    scale: Any = None,
+    stop_fn: StopFn | None = None,
+    drop_converged: bool = False,
+    trace: bool = False,
+) -> Solution:
+    """Solve z = f(z) for every sample of a batch, without gradient.
+
+    The state is float32, or float64 if any tensor of z0 is. A sample that is done is frozen, and its result does not
+    depend on the others. Residuals are right at any scale that the dtype can represent. Anderson and Broyden leave out
+    secant pairs whose squares overflow or underflow (in float32, lengths outside 3e-16 to 2e19). If no pair remains,
+    the step is the plain fixed-point step.
+
+    Args:
+        f: takes and returns the structure of z0; called under the caller's autocast state. Its argument is the solver's
+            own memory: f must neither modify it nor keep it after the call.
+        z0: a floating-point or complex tensor (B, ...) or a pytree of them; dimension 0 is the batch. A complex number
+            counts as two real ones.
+        solver: a solver or the name of one, "broyden", "anderson" or "picard".
+        kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
+        groups: for an f that couples rows of z, such as the nodes of a graph. (N,) integers from 0, the sample of each
+            of the N rows of z0, in any order; or "batch", for one sample of all rows. Residual, history and freezing
+            are then per sample, and B in the Solution is the number of samples. Samples are padded with zeros to the
+            longest. Reuse ``Groups`` for many solves. None: each row is a sample, and f must not couple rows.
+        scale: the typical size of each tensor's numbers, in a tree like z0 (a tuple for a tuple), from 2^-60 to 2^60.
+            Each tensor is divided by its size for residuals and steps: the larger the size, the less the tensor counts.
+            Sizes are rounded to powers of two, so that the division is exact. None: no division.
+        stop_fn: a second rule that ends samples. stop_fn(z, value, k) is given the iterate z, f(z) and the number
+            k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are, STOPPED. It gets
+            all samples; those that `drop_converged` leaves out have z as their value. Only samples that run and have
+            not converged can be ended. Nothing waits for the device. It may keep z, and must not write to f(z).
+        drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
+            called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
+        trace: record the residuals of the best iterate after every evaluation.
+
+    Returns:
+        Solution, whose `value` has the structure, dtypes and memory order of z0.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above. Or z0 is not finite; the text names its rows. Or f returns
+            another shape or works in place on its argument. Or stop_fn returns another mask or writes to f(z).
+        RuntimeError: a kernel chosen by name cannot run; z0 belongs to torch.func or forward-mode AD.
+
+    Examples:
+        >>> solution = deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Anderson(rtol=1e-5))
+        >>> solution
+        Solution(2 CONVERGED, evaluations=6)
+        >>> round(float(solution.value[0, 0]), 3)
+        0.739
+    """
+    if not callable(f):
+        raise TypeError(f"f must be callable, got {f!r}")
+    solver = as_solver(solver)
+    if stop_fn is not None and not callable(stop_fn):
+        raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
+    if groups is not None:
+        check_served("drop_converged", ["groups"] * drop_converged)
+    options = Options(
+        solver=solver,
+        kernel=kernel,
+        groups=groups,
+        scale=scale,
+        stop_fn=stop_fn,
+        drop_converged=drop_converged,
+        trace=trace,
+    )
+    context = present_context()
+    if context == "torch.export":
+        check_served(context, [*kinds(solver), *["stop_fn"] * (stop_fn is not None), *["trace of a Solution"] * trace])
+        return solve_in_export(f, z0, options)
+    if context == "torch.func":
+        check_plain("solve", z0)
+    check_values("z0", z0)
+    return Solve(z0, options)(f, z0)

@@ -1,0 +1,141 @@
+"""Plan of a forward pass, and its solve by one of the runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..solution import Solution, Status
+from ..solvers import Solver
+from ..state.groups import Groups
+from ..state.rows import dropped_samples, per_row, take_rows, without_broken
+from ..torch_internals import pytree
+from ..torch_internals.autograd import in_order_of
+from ..torch_internals.transforms import Context, present_context
+from .runners.compiled import Compiled
+from .runners.cuda_graph import Graphs
+from .solve import Inverse, Options, Solve, Solves
+
+
+@dataclass(kw_only=True, slots=True)
+class Plan:
+    """Forward pass of a block: solve z = cell(z, x) from z0.
+
+    Attributes:
+        cell: the map (z, x) -> z.
+        x: the injection, a tensor or a pytree.
+        z0: start of the iteration.
+        options: those of the forward solve; kernel, groups and scale are those of the backward solve too.
+        is_fresh: z0 is finite, and nobody else uses its memory.
+        per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
+        solves: keeps the compiled solves, if given.
+        graphs: if given, these capture the forward solve and replay it.
+        compiled: if given, its code runs the forward solve.
+        linearised: if given, its code runs the backward solve of ``Implicit``.
+        context: where the forward pass runs.
+        keep_inverse: called with the estimate of the inverse Jacobian, if the options ask for its history.
+        on_backward: called with the Solution of a backward solve.
+        advances: the returned value is not z* but the result of the gradient's own calls of the cell.
+    """
+
+    cell: Callable[[Any, Any], Any]
+    x: Any
+    z0: Any
+    options: Options
+    is_fresh: bool = False
+    per_sample: Any = None
+    solves: Solves | None = None
+    graphs: Graphs | None = None
+    compiled: Compiled | None = None
+    linearised: Callable[[Any, Any, Any], Any] | None = None
+    context: Context = field(default_factory=present_context)
+    keep_inverse: Callable[[Inverse], None] | None = None
+    on_backward: Callable[[Solution], None]
+    advances: bool = False
+
+    @property
+    def solver(self) -> Solver:
+        """Solver of the forward solve."""
+        return self.options.solver
+
+    @property
+    def groups(self) -> Groups | None:
+        """Samples of several rows, if any."""
+        groups: Groups | None = self.options.groups
+        return groups
+
+    def solve(self, options: Options, z0: Any) -> Solve:
+        """Solve from z0 with these options, kept for later calls if they are the block's own."""
+        return Solve(z0, options) if self.solves is None else self.solves.of(options, z0)
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether the value gets a gradient from torch.autograd."""
+        return self.context != "torch.export" and torch.is_grad_enabled()
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether parametrised weights are computed once per solve; graphs and transforms compute their own."""
+        return self.context == "torch.export" or (self.context == "eager" and self.graphs is None)
+
+    def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
+        """(z*, x, broken), see ``rows.without_broken``."""
+        if not solution.may_include(Status.NONFINITE):
+            return solution.value, self.x, None
+        return without_broken(self.cell, self.x, solution, self.options.groups, self.per_sample)
+
+    def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:
+        """Value that gets the gradient: z*, or `outputs` in all rows that did not break down."""
+        if not self.advances:
+            return solution.value
+        leaves, spec = pytree.tree_flatten(solution.value)
+        advanced = [y.detach().to(z.dtype, copy=True) for z, y in zip(leaves, outputs, strict=True)]
+        if broken is not None:
+            advanced = [torch.where(per_row(broken, z), z, y) for z, y in zip(leaves, advanced, strict=True)]
+        return pytree.tree_unflatten(advanced, spec)
+
+
+def run(plan: Plan) -> Solution:
+    """Run the forward solve of an eager call: by the cell itself, graphs, compiled code or the loop.
+
+    ``api.refusals.REFUSED`` says what each runner refuses.
+    """
+    options = plan.options
+    in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
+    if hasattr(plan.cell, "fixed_point") and not in_steps and options.groups is None and options.scale is None:
+        return _by_cell(plan)
+    return _by_solver(plan)
+
+
+def _by_solver(plan: Plan) -> Solution:
+    if plan.graphs is not None:
+        return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.options)
+    if plan.compiled is not None:
+        return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.options, plan.keep_inverse)
+    return in_loop(plan)
+
+
+def in_loop(plan: Plan) -> Solution:
+    """Run the eager loop."""
+    cell, x = plan.cell, plan.x
+    if plan.options.drop_converged:
+        marks = dropped_samples(x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample)
+        return plan.solve(plan.options, plan.z0)(
+            lambda z, rows: cell(z, x if rows is None else take_rows(x, marks, rows)), plan.z0, False, plan.keep_inverse
+        )
+    return plan.solve(plan.options, plan.z0)(lambda z: cell(z, x), plan.z0, plan.is_fresh, plan.keep_inverse)
+
+
+def _by_cell(plan: Plan) -> Solution:
+    """Call the cell's own ``fixed_point``; if it returns None, run graphs, compiled code or the loop."""
+    with torch.no_grad():
+        solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.options.kernel)  # type: ignore[attr-defined]  # a hook
+    if solution is None:
+        return _by_solver(plan)
+    # A copy, because the cell may return the same Solution again; its tree may be in another order of keys than z0's.
+    leaves = in_order_of(plan.z0, solution.value)
+    return replace(solution, value=pytree.tree_unflatten(leaves, pytree.tree_structure(plan.z0)))

@@ -1,0 +1,120 @@
+"""Whole solves as one torch ``while_loop`` over the C++ steps, for compiled code and exports.
+
+The steps are called as C functions, see ``ops.steps.loops``. The loop ends when no sample is running any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from ...ops import Kernel
+from ...ops.steps import PROGRESS
+from ...ops.steps.loops import PARTS, c_functions
+from ...solvers import Anderson, Broyden, Picard, Solver
+from ...solvers.base import State
+from ...solvers.multisecant import MultisecantState, begun_state
+from ...state.packing import Packing
+
+KERNEL = "cpp"  # the kernel whose steps are C functions
+IS_NEW = TorchVersion(torch.__version__) >= "2.14"
+
+
+def code_options() -> dict[str, Any]:
+    """Options of inductor for code that holds a solve."""
+    return {
+        "allow_buffer_reuse": IS_NEW,  # else inductor fails if a loop's body could reuse memory
+        "emulate_precision_casts": True,  # else f is given a bfloat16 state that has not been rounded
+        "aot_inductor.custom_ops_to_c_shims": c_functions(),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """The step of a loop, and the sizes of its tensors, see ``ops.steps.loops``.
+
+    Attributes:
+        start: the state of a solve without samples; its tensors have the right shapes per sample.
+        values, integers: elements of `values` and of `counts` for one sample.
+        history: number of the tensors in `history`, and the shape of each for one sample.
+    """
+
+    packing: Packing
+    solver: Solver
+    start: State
+    step: Callable[..., Tensor]
+    numbers: tuple[float, ...]
+    dim: int
+    values: int
+    integers: int
+    history: tuple[int, ...]
+    history_dtype: torch.dtype
+    keep_inverse: bool
+
+    def new_history(self, batch: int) -> Tensor:
+        """The tensor `history` of a solve of `batch` samples."""
+        shape = self.history[0], batch, *self.history[1:]
+        return self.start.kernel.history(shape, self.history_dtype, self.start.z.device)
+
+    def state(self, z: Tensor, values: Tensor, history: Tensor, iterations: Tensor) -> State:
+        """State at the end of a solve that keeps its inverse, for rows z (B, D)."""
+        assert isinstance(self.start, MultisecantState)
+        of_sample = self.start.gram.shape[1:]
+        gram = values[-len(z) * math.prod(of_sample) :].view(len(z), *of_sample)
+        return replace(self.start, left=history[0], df=history[1], gram=gram, iterations=iterations)
+
+
+def serves(solver: Solver) -> bool:
+    """Return whether a loop can run this solver's steps; a subclass may do more in a step."""
+    return type(solver) in (Picard, Anderson, Broyden)
+
+
+def loop_of(packing: Packing, solver: Solver, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> Loop:
+    """Loop for batches of any size with samples like the rows z (B, D), if the loop ``serves`` the solver."""
+    start = begun_state(solver, z[:0], kernel, keep_inverse)
+    name, _, numbers = solver.operation(start)
+    parts, dim = PARTS[name], z.shape[1]
+    histories = [getattr(start, part) for part in parts.history] or [z.new_empty(0)]
+    return Loop(
+        packing=packing.resized(0),
+        solver=solver,
+        start=start,
+        step=getattr(torch.ops.deqfast, name.replace("step", "loop")).default,
+        numbers=numbers,
+        dim=dim,
+        values=2 * dim + 2 + len(PROGRESS) + sum(math.prod(getattr(start, part).shape[1:]) for part in parts.values),
+        integers=1 + len(parts.counts),
+        history=(len(parts.history), *histories[0].shape[1:]),
+        history_dtype=histories[0].dtype,
+        keep_inverse=keep_inverse,
+    )
+
+
+def solve_in_code(
+    cell: Callable[[Any, Any], Any], x: Any, loop: Loop, z0: Tensor, history: Tensor, solve: int = 0
+) -> tuple[Tensor, ...]:
+    """Run all iterations from the rows z0; for `solve` and the order of the steps see ``ops.steps.loops``."""
+    batch = z0.shape[0]
+    elements, integers = loop.values * batch, 2 + loop.integers * batch
+    values, counts, status, running = torch.ops.deqfast.loop_begin(z0, elements, integers, solve)
+
+    def body(running: Tensor) -> tuple[Tensor]:
+        batch = status.shape[0]  # a loop takes no size from outside
+        of_batch = loop.packing.resized(batch)
+        # A copy, since a cell that works in place would write to the memory of the steps. Otherwise it costs nothing.
+        z = values[: batch * loop.dim].view(batch, loop.dim).clone()
+        value = cell(of_batch.unpack(z), x)
+        rule = loop.solver.rule(of_batch.stall_floor(value))
+        numbers = [float(number) for number in (*rule, *loop.numbers)]
+        fz = of_batch.rows_of_value(value).clone()
+        return (loop.step(values, counts, status, history, fz, loop.solver.max_iter, numbers),)
+
+    (running,) = torch.while_loop(torch.clone, body, (running,))
+    results = torch.ops.deqfast.loop_end(values, counts, status, running, batch, loop.dim)
+    return (*results, values) if loop.keep_inverse else results

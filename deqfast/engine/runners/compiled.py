@@ -1,0 +1,109 @@
+"""Compiled solves: the cell, the solver's steps and the loop around them in one graph, which runs without Python.
+
+The loop is torch's ``while_loop``, which ends when no sample runs any more. Its steps are the C++ kernels of the eager
+loop, called as C functions. Inductor compiles the cell, with its own rounding: a compiled solve agrees with the eager
+one to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...api.refusals import check_served, kinds
+from ...ops import Kernel, choose_kernel
+from ...solution import Solution
+from ...state.packing import Packing, evaluate
+from ...torch_internals import pytree
+from ...torch_internals.dynamo import Codes, is_failed_trace, reason
+from ..solve import Keep, Options, Solve, inverse_of, not_finite, solution_of
+from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, serves, solve_in_code
+
+
+class Compiled:
+    """Compiled solves: one for each solver and shape of a sample, for any batch.
+
+    Args:
+        refusal: beginning of the error for a solve that cannot be compiled.
+    """
+
+    def __init__(self, refusal: str = "the solve cannot be compiled") -> None:
+        self._refusal = refusal
+        self._codes = Codes(solve_in_code, _options)
+        self._loops: dict[Any, Loop] = {}
+
+    def solve(self, cell: Any, x: Any, z0: Any, options: Options, keep: Keep | None = None) -> Solution:
+        """Solve as ``deqfast.solve`` for f = cell(., x).
+
+        Raises:
+            ValueError: `solver` is not deqfast's own; as ``deqfast.solve``.
+            RuntimeError: z0 has no kernel "cpp", z0 has less precision than float32 before torch 2.14, or torch.compile
+                cannot compile the cell, with the reason.
+        """
+        packing, solver = Packing(z0), options.solver
+        key = packing.signature_of_sample(), packing.products_eps, solver, options.kernel, options.keeps_inverse
+        with torch.inference_mode(False), torch.no_grad():
+            z = packing.pack(z0)
+            if key not in self._loops:
+                _check(packing, options)
+                self._loops[key] = loop_of(packing, solver, z, Kernel(KERNEL), options.keeps_inverse)
+            loop = self._loops[key]
+            if not packing.batch:
+                return Solve(z0, options)(cell, z0, keep=keep)
+            history = loop.new_history(packing.batch)
+            # Without a graph: otherwise code would be compiled for each choice of tensors that require a gradient.
+            x = x.detach() if isinstance(x, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, x)
+            value, status, iterations, relative, absolute, evaluations, *values = self._run(
+                key, cell, x, packing, loop, z, history
+            )
+            calls = int(evaluations)
+            if not calls:
+                raise not_finite(torch.isfinite(z).all(dim=1))
+            if keep is not None:
+                inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
+
+                # The history is an argument, so that its memory is freed with the function.
+                def estimate(v: Any, history: Tensor = history) -> Any:
+                    return inverse(v)
+
+                keep(estimate)
+            return solution_of(packing, solver, value, status, iterations, (relative, absolute), calls)
+
+    def _run(self, key: Any, cell: Any, x: Any, packing: Packing, loop: Loop, z: Tensor, history: Tensor) -> Any:
+        try:
+            return self._codes.call(key, cell, x, loop, z, history)
+        except Exception as error:
+            # An error of the cell itself says more.
+            packing.check_value(evaluate(cell, packing.unpack(z), x))
+            said = self._refusal if is_failed_trace(error) else "an evaluation failed"
+            raise RuntimeError(f"compile=True: {said}: {reason(error)}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the compiled code, which lives in one process."""
+        return {**self.__dict__, "_loops": {}}
+
+
+def _check(packing: Packing, options: Options) -> None:
+    """Raise the errors of ``Compiled.solve`` if the solve cannot be compiled."""
+    solver, kernel = options.solver, options.kernel
+    if not serves(solver):
+        raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
+    check_served("compile", kinds(solver), f" of {solver}")
+    short = [leaf.dtype for leaf in packing.leaves if leaf.dtype in (torch.bfloat16, torch.float16)]
+    if short and not IS_NEW:
+        raise RuntimeError(
+            f"compile=True: torch {torch.__version__} gives the cell a {short[0]} state that is not rounded: "
+            "take a float32 z0, or torch 2.14"
+        )
+    chosen = choose_kernel(kernel, packing.device)
+    if chosen.name != KERNEL:
+        raise RuntimeError(
+            f"compile=True runs on kernel {KERNEL!r}, for tensors on the CPU; here kernel={kernel!r} is {chosen.name!r}"
+        )
+
+
+def _options() -> dict[str, Any]:
+    # Freezing treats the weights of code without gradients as constants.
+    return {**code_options(), "cpp_wrapper": True, "freezing": False}

@@ -1,0 +1,275 @@
+"""Derivatives of a fixed point under the transforms of torch.func and in forward-mode AD.
+
+There are two concepts: a ``StateFunction`` f, which vmaps fold, and its ``Linearisation`` at a state, which a
+``Derivative`` uses. See ``transforms.functorch`` for the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.double_backward import NoDoubleBackward
+from ..state.groups import Groups
+from ..torch_internals.transforms import forward_mode, over_members, without_tangent
+
+Tensors = list[Tensor]
+
+
+class StateFunction:
+    """Function of a state, the leaves of a tree like z, and of all tensors that it uses.
+
+    A subclass defines ``__call__`` or ``bind``.
+    """
+
+    def __call__(self, state: Tensors, rows: Tensors, others: Tensors) -> Tensors:
+        """Next state; `rows` are tensors with one row per row of the state, `others` any."""
+        return self.bind(rows, others)(state)
+
+    def bind(self, rows: Tensors, others: Tensors) -> Callable[[Tensors], Tensors]:
+        """Function of the state only, outside of all transforms."""
+        return lambda state: self(state, rows, others)
+
+    def folded(self, members: int, dims: list[int | None], randomness: str) -> StateFunction:
+        """The function of the rows of all members of a vmap; `dims` are the dimensions, 0 or None, of `others`."""
+        return _Folded(self, members, dims, randomness)
+
+
+@dataclass(frozen=True)
+class _Folded(StateFunction):
+    f: StateFunction
+    members: int
+    dims: list[int | None]
+    randomness: str
+
+    def __call__(self, state: Tensors, rows: Tensors, others: Tensors) -> Tensors:
+        call = torch.vmap(self.f, in_dims=(0, 0, self.dims), randomness=self.randomness)
+        return [t.flatten(0, 1) for t in call(unfold(state, self.members), unfold(rows, self.members), others)]
+
+
+Work = Callable[[Callable[[Tensors], Tensors], Tensors, int], Sequence[Tensor]]
+"""Function on values. It takes f as a function of the state, the state, and the number of members folded into its rows.
+It returns tensors whose dimension 0 are rows or samples."""
+
+
+def on_values(
+    work: Work, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
+) -> Tensors:
+    """Results of the work on the values of these tensors, outside of all transforms, and without derivative."""
+    return list(_OnValues.apply(work, f, members, len(state), len(rows), *state, *rows, *others))
+
+
+class _OnValues(torch.autograd.Function):
+    @staticmethod
+    def forward(work: Work, f: StateFunction, members: int, states: int, rows: int, *tensors: Tensor) -> Any:
+        values = [tensor.detach() for tensor in tensors]
+        bound = f.bind(values[states : states + rows], values[states + rows :])
+        return tuple(work(bound, values[:states], members))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(*output)
+        ctx.results = len(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return _vmapped(_OnValues, info, in_dims, *inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return (None,) * ctx.results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+@dataclass(frozen=True)
+class Linearisation:
+    """Linearisation of a function at a state, in the other tensors that are differentiated.
+
+    Attributes:
+        f: the function.
+        state, rows, others: its arguments.
+        chosen: positions, among rows and others, of the tensors to differentiate in.
+        members: number of members of vmaps folded into the rows.
+    """
+
+    f: StateFunction
+    state: Tensors
+    rows: Tensors
+    others: Tensors
+    chosen: list[int]
+    members: int
+
+    def pull(self, grads: Tensors) -> Tensors:
+        """Gradients in the chosen tensors, for gradients of f."""
+        return torch.func.vjp(self._of_chosen, self._chosen)[1](grads)[0]
+
+    def push(self, tangents: Tensors) -> Tensors:
+        """Tangents of f, for tangents of the chosen tensors.
+
+        It transposes twice, because forward-mode AD does not nest in itself.
+        """
+        value, product = torch.func.vjp(self._of_chosen, self._chosen)[:2]
+        return transpose(product, value)(tangents)[0]
+
+    @property
+    def _chosen(self) -> Tensors:
+        return [[*self.rows, *self.others][i] for i in self.chosen]
+
+    def _of_chosen(self, chosen: Tensors) -> Tensors:
+        """f as a function of the chosen tensors, in the dtypes of the state."""
+        tensors = [*self.rows, *self.others]
+        for i, tensor in zip(self.chosen, chosen, strict=True):
+            tensors[i] = tensor
+        return in_dtypes_of(self.state, self.f(self.state, tensors[: len(self.rows)], tensors[len(self.rows) :]))
+
+
+class Derivative:
+    """Derivative of a fixed point in the tensors that its function uses. This base class has none.
+
+    Args:
+        name: name of the adjoint, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def pull(self, at: Linearisation, grads: Tensors) -> Tensors:
+        """Gradients in the chosen tensors, for gradients of the state."""
+        raise self._missing()
+
+    def push(self, at: Linearisation, tangents: Tensors) -> Tensors:
+        """Tangents of the state, for tangents of the chosen tensors."""
+        raise self._missing()
+
+    def _missing(self) -> RuntimeError:
+        return RuntimeError(
+            f"deqfast: {self.name} has no derivative under torch.func and in forward-mode AD: use Implicit(), JFB(), "
+            "Phantom() or Unrolled()"
+        )
+
+
+class Once(Derivative):
+    """Derivative of another function at the state, with the state as a constant. Not differentiable twice.
+
+    Args:
+        name: name of the adjoint, for errors.
+        surrogate: maps the state's own function to the one to differentiate.
+    """
+
+    def __init__(self, name: str, surrogate: Callable[[StateFunction], StateFunction] = lambda f: f) -> None:
+        super().__init__(name)
+        self.surrogate = surrogate
+
+    def pull(self, at: Linearisation, grads: Tensors) -> Tensors:
+        return self._refuse(replace(at, f=self.surrogate(at.f)).pull(grads), grads, at)
+
+    def push(self, at: Linearisation, tangents: Tensors) -> Tensors:
+        return self._refuse(replace(at, f=self.surrogate(at.f)).push(tangents), tangents, at)
+
+    def _refuse(self, found: Tensors, given: Tensors, at: Linearisation) -> Tensors:
+        sources = (*given, *at.state, *at.rows, *at.others)
+        return [NoDoubleBackward.apply(tensor, self.name, *sources) for tensor in found]
+
+
+def attached(
+    derivative: Derivative, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
+) -> Tensors:
+    """Copy of the state, differentiable in `rows` and `others` as `derivative` says."""
+    return list(_Attached.apply(derivative, f, members, len(state), len(rows), *state, *rows, *others))
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        derivative: Derivative, f: StateFunction, members: int, states: int, rows: int, *tensors: Tensor
+    ) -> Any:
+        return tuple(tensor.clone() for tensor in tensors[:states])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.derivative, ctx.f, ctx.members, ctx.states, ctx.rows, *tensors = inputs
+        ctx.save_for_backward(*output, *tensors[ctx.states :])
+        ctx.save_for_forward(*output, *tensors[ctx.states :])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return _vmapped(_Attached, info, in_dims, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        needed = ctx.needs_input_grad[5 + ctx.states :]
+        found: list[Tensor | None] = [None] * len(needed)
+        if any(grad is not None for grad in grads):
+            at = _linearisation(ctx, list(ctx.saved_tensors), needed)
+            full = [torch.zeros_like(z) if g is None else g for g, z in zip(grads, at.state, strict=True)]
+            pulled = over_members(lambda grads: ctx.derivative.pull(at, grads), full)
+            for i, grad in zip(at.chosen, pulled, strict=True):
+                found[i] = grad
+        return (*[None] * (5 + ctx.states), *found)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        given = tangents[5 + ctx.states :]
+        chosen = [t for t in given if t is not None]
+        with forward_mode():  # torch closes it for this call, and would lose what outer levels differentiate
+            saved = [without_tangent(tensor) for tensor in ctx.saved_tensors]
+            at = _linearisation(ctx, saved, [tangent is not None for tangent in given])
+            return tuple(over_members(lambda tangents: ctx.derivative.push(at, tangents), chosen))
+
+
+def _linearisation(ctx: Any, tensors: Tensors, needed: Sequence[bool]) -> Linearisation:
+    split = ctx.states + ctx.rows
+    given = tensors[ctx.states :]
+    chosen = [i for i, need in enumerate(needed) if need and (given[i].is_floating_point() or given[i].is_complex())]
+    return Linearisation(
+        ctx.f, tensors[: ctx.states], tensors[ctx.states : split], tensors[split:], chosen, ctx.members
+    )
+
+
+def groups_of_members(groups: Groups | None, members: int) -> Groups | None:
+    """Groups of a solve of several members of a vmap, folded into one batch."""
+    return groups if groups is None or members == 1 else groups.repeated(members)
+
+
+def transpose(product: Callable[[Tensors], Any], at: Tensors) -> Callable[[Tensors], Any]:
+    """Transposed product of a linear function of tensors shaped as these."""
+    return torch.func.vjp(lambda v: product(v)[0], [torch.zeros_like(t) for t in at])[1]
+
+
+def in_dtypes_of(state: Tensors, found: Tensors) -> Tensors:
+    """`found` in the dtypes of the state."""
+    return [y.to(z.dtype) for y, z in zip(found, state, strict=True)]
+
+
+def _vmapped(
+    function: type[torch.autograd.Function],
+    info: Any,
+    in_dims: Any,
+    own: Any,
+    f: StateFunction,
+    members: int,
+    states: int,
+    rows: int,
+    *tensors: Tensor,
+) -> Any:
+    """Results of `function` for all members of a vmap, which fold into the rows; and their dimensions."""
+    count, of_rows = info.batch_size, states + rows
+    moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims[5:], strict=True)]
+    for i, dim in enumerate(in_dims[5 : 5 + of_rows]):
+        moved[i] = (moved[i] if dim is not None else moved[i].expand(count, *moved[i].shape)).flatten(0, 1)
+    folded = f.folded(count, [None if dim is None else 0 for dim in in_dims[5 + of_rows :]], info.randomness)
+    found = function.apply(own, folded, count * members, states, rows, *moved)
+    return tuple(unfold(found, count)), (0,) * len(found)
+
+
+def unfold(tensors: Sequence[Tensor], members: int) -> Tensors:
+    """Tensors (V, B, ...) of tensors (V * B, ...) with the rows of V = `members` members."""
+    return [t.unflatten(0, (members, len(t) // members)) for t in tensors]

@@ -1,0 +1,38 @@
+"""Jacobian-free backpropagation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.plan import Plan
+from ..solution import Solution
+from ..torch_internals.autograd import detached
+from .base import Adjoint, Recorded, Rule, attach, confirmed
+from .derivative import Derivative, Once
+
+_RULE = Rule("JFB")
+
+
+@dataclass(frozen=True)
+class JFB(Adjoint):
+    """Jacobian-free backpropagation: one vector-Jacobian product of the cell at z*, with (I - J^T)^-1 replaced by I.
+
+    The cheapest gradient, and a descent direction if f contracts. Source: Fung et al., AAAI 2022.
+
+    Examples:
+        >>> cell = deqfast.FCCell(in_features=3, features=8)
+        >>> block = deqfast.DEQBlock(cell, adjoint=deqfast.JFB())  # the default
+        >>> block(torch.randn(4, 3)).square().sum().backward()
+        >>> cell.weight.grad.shape
+        torch.Size([8, 8])
+    """
+
+    def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = plan.without_broken(solution)
+        recorded = Recorded(plan.cell, detached(z), x)
+        value = attach(solution.value, recorded, _RULE, broken)
+        return value, confirmed(solution, plan.options, z, recorded.outputs)
+
+    def derivative(self, plan: Plan) -> Derivative:
+        return Once("JFB")

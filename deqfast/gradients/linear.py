@@ -1,0 +1,105 @@
+"""The linear fixed points of the implicit function theorem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.plan import Plan
+from ..engine.solve import Options, Solve
+from ..solution import Solution
+from ..solvers import Solver
+from ..state.norms import sample_norms
+from ..state.packing import factors_of
+from ..state.rows import known_finite, per_row, rows_of
+from ..torch_internals import pytree
+from .derivative import groups_of_members
+from .linearised import Product
+
+Products = Callable[[list[Tensor]], Sequence["Tensor | None"]]
+"""u -> A u, with None for zeros."""
+
+
+@dataclass(frozen=True)
+class LinearSolve:
+    """Solve of u = A u + g from u = g, sample by sample.
+
+    With J the Jacobian of the cell in z, a gradient has A = J^T and u = (I - J^T)^-1 g. A tangent has A = J. Only
+    products with A are needed: by a recorded evaluation, by compiled code, or by torch.func.
+
+    Attributes:
+        options: those of the solve, for a tangent; the solver has atol=0.
+        of_transposed: those for a gradient, whose u has the inverse scale.
+        is_transposed: whether this is the solve for a gradient.
+        solve: makes the compiled solve.
+        on_backward: called with the Solution.
+    """
+
+    options: Options
+    of_transposed: Options
+    is_transposed: bool
+    solve: Callable[[Options, Any], Solve]
+    on_backward: Callable[[Solution], None]
+
+    @classmethod
+    def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
+        """Solve with the Jacobian at the plan's z*; u has the scale of z."""
+        return cls(*plan.options.linear(solver), False, plan.solve, plan.on_backward)
+
+    def transposed(self) -> LinearSolve:
+        """Solve with the transposed matrix."""
+        return LinearSolve(self.of_transposed, self.options, not self.is_transposed, self.solve, self.on_backward)
+
+    def __call__(
+        self, products: Products | Product, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
+    ) -> list[Tensor]:
+        """Return u for the right-hand side g = `right`, the leaves of a tree.
+
+        Args:
+            products: u -> A u.
+            right: g; a row that is not finite is passed on as it is, because a GradScaler must see it.
+            spec: structure of the tree.
+            members: number of members of a vmap whose rows are in this batch.
+        """
+        finite, start = None, right
+        if not all(map(known_finite, right)):
+            finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in right]).all(dim=0)
+            start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
+        groups = groups_of_members(self.options.groups, members)
+        options = self.options if groups is self.options.groups else replace(self.options, groups=groups)
+        # The system is linear: with a right-hand side of size 1 the scale of the loss does not matter. Beyond 2^100 the
+        # factor would not be representable.
+        factors = factors_of(options.scale, spec)
+        exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
+        sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+        of_rows = sizes if groups is None else groups.of_rows(sizes)
+        start = [(g / per_row(of_rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes
+        solution = self._solve(products, start, spec, options)
+        values = [(u * per_row(of_rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
+        residual = solution.residual_abs * sizes
+        self.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
+        if finite is None:
+            return values
+        return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, right, strict=True)]
+
+    def _solve(
+        self, products: Products | Product, start: list[Tensor], spec: pytree.TreeSpec, options: Options
+    ) -> Solution:
+        if isinstance(products, Product):
+            return products.solve(start, options)
+
+        def of_tensor(u: Tensor) -> Tensor:
+            product = products([u])[0]
+            return right if product is None else product + right
+
+        def of_tree(u: object) -> object:
+            pairs = zip(products(pytree.tree_leaves(u)), start, strict=True)
+            return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], spec)
+
+        z0, right = pytree.tree_unflatten(start, spec), start[0]
+        f = of_tensor if z0 is right else of_tree
+        return (self.solve(options, z0) if options is self.options else Solve(z0, options))(f, z0)

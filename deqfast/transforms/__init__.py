@@ -1,0 +1,1 @@
+"""Solves within torch.func, torch.compile and torch.export."""
