@@ -14,7 +14,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "docs" / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
+FOLDERS = ("docs", "docs/pages", "benchmarks")
+PAGES = [README, *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
 NEEDS_A_GPU = "# needs a GPU"
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
