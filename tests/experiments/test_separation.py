@@ -357,34 +357,6 @@ def test_what_is_committed_is_what_the_records_say():
     assert len(claims) > 20 and claims.items() <= reported.items()
 
 
-def test_the_page_says_what_the_committed_verdicts_are():
-    """Each sentence of the page with the verdict that it repeats: it must change with it."""
-    root = Path(separation.__file__).parents[1]
-    reported = verdicts_of(root / "experiments/results/separation/full/report.md")
-    page = " ".join((root / "docs/pages/separation.md").read_text().split())
-    expected = {
-        "**Here this does not hold**": ("the maps of deq-implicit are broader than those of explicit", FAILS),
-        "and a difference is not shown. On 2^3": (
-            "k1: trained, the DEQ's error is below the FNN's at equal parameters",
-            OPEN,
-        ),
-        "On 2^3 pieces (k = 3) the DEQ is worse": (
-            "k3: trained, the DEQ's error is below the FNN's at equal FLOPs",
-            FAILS,
-        ),
-        "so nothing is compared there": (
-            "k5, k10, k15: trained, the DEQ's error is below the FNN's at equal FLOPs",
-            OPEN,
-        ),
-        "On the steep function of d = 6, the DEQ's largest weight is half": ("d6: at comparable loss", HOLDS),
-        "and no difference shows": ("d12: at comparable loss", OPEN),
-        "(p = 0.06, not distinguishable)": ("d6: under the same bound", OPEN),
-    }
-    for sentence, (claim, verdict) in expected.items():
-        assert sentence in page
-        assert [one for name, one in reported.items() if claim in name] == [verdict], sentence
-
-
 def test_sections_are_written_again_from_records_and_others_stay(small, tmp_path):
     arguments = ["--out", str(tmp_path), "--jobs", "1"]
     assert separation.main(arguments) == 0
