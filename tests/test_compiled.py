@@ -24,7 +24,7 @@ from deqfast.testing import (
     rounding,
 )
 
-pytestmark = pytest.mark.skipif(not backends()["cpp"], reason=str(backends()["cpp"]))
+pytestmark = [pytest.mark.skipif(not backends()["cpp"], reason=str(backends()["cpp"])), pytest.mark.tier("full")]
 TOL = 1e-6
 SOLVER = Broyden(TOL, 40)
 
@@ -62,6 +62,7 @@ def both(cell, solver, adjoint="jfb", **options):
     return (DEQBlock(cell, solver, adjoint, warn=False, compile=compiled, **options) for compiled in (False, True))
 
 
+@pytest.mark.tier("fast")
 @pytest.mark.parametrize(
     "solver",
     [
@@ -205,6 +206,7 @@ class TestGradients:
         ordinary, compiled = both(cell, SOLVER, "shine")
         assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x, lost(torch.float64, TOL)))
 
+    @pytest.mark.tier("fast")
     @pytest.mark.parametrize(
         "solver",
         [*(pytest.param(solver, marks=pytest.mark.newest) for solver in (Picard(TOL, 60), Anderson(TOL, 40))), SOLVER],
@@ -386,6 +388,7 @@ def test_an_error_on_the_way_is_none_of_compilation():
     assert "cannot be compiled" not in str(caught.value)
 
 
+@pytest.mark.tier("fast")
 def test_a_cell_of_one_buffer_run_as_written():
     class Buffered(Halving):
         buffer = torch.empty(2, 3)
@@ -431,6 +434,7 @@ def refusing(z, x):
     raise ValueError("x must have 4 features")
 
 
+@pytest.mark.tier("fast")
 class TestErrors:
     @pytest.mark.parametrize(
         ("cell", "error", "words"),
@@ -483,6 +487,7 @@ def test_a_cell_sees_a_short_state_as_it_is_rounded():
     assert_close(compiled[1].residual, eager[1].residual, 0.5)
 
 
+@pytest.mark.tier("fast")
 def test_threads_that_begin_together_make_one_code():
     made, barrier = [], threading.Barrier(4)
 
@@ -500,6 +505,7 @@ def test_threads_that_begin_together_make_one_code():
     assert len(made) == 1 and len(pickle.loads(pickle.dumps(Codes(torch.tanh)))._codes) == 0
 
 
+@pytest.mark.tier("fast")
 def test_threads_leave_dynamos_settings_as_they_were():
     """The calls overlap where these settings are the thread's, and wait for each other where they are the process's."""
     settings, other = torch._dynamo.config, threading.Event()

@@ -109,6 +109,7 @@ def test_the_documentation_says_what_the_committed_results_do():
     assert not [sentence for sentence in said if sentence not in readme]
 
 
+@pytest.mark.tier("full")
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(EXPERIMENTS.parent)
     monkeypatch.setattr("nc_study.figures.features_figure", lambda *_: "a t-SNE takes seconds")
