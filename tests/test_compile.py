@@ -37,8 +37,6 @@ from deqfast.execution import opaque_op
 from deqfast.testing import GRADIENT, WELL_CONDITIONED, after_solve, amplification, assert_close, rounding
 from deqfast.torch_internals.dynamo import uncompiled
 
-pytestmark = pytest.mark.tier("full")
-
 
 class Cell(nn.Module):
     """z = tanh(scale W z + x), with a scale that is a buffer."""
@@ -82,7 +80,6 @@ def assert_same_derivatives(f, plain, x, parameters, tolerance=0.0):
     assert_close(derivatives(f, x, parameters), derivatives(plain, x, parameters), tolerance)
 
 
-@pytest.mark.tier("fast")
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "shine", "unrolled"])
 def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evaluations(adjoint, compiled):
     model = Model("anderson", adjoint)
@@ -99,6 +96,7 @@ def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evalua
     assert not opaque_op._recorded
 
 
+@pytest.mark.tier("full")
 def test_inductor(compiled):
     """A cell that is compiled by itself is called so within the op."""
     solver = Anderson(rtol=1e-12, max_iter=60)
@@ -126,6 +124,7 @@ def test_compiled_cells_that_work_in_what_they_saved(adjoint, whole, compiled):
     assert all(map(torch.equal, derivatives(compiled(model) if whole else model, x, parameters), plain))
 
 
+@pytest.mark.tier("full")
 @pytest.mark.newest
 class TestCompiledAutograd:
     @staticmethod
@@ -188,7 +187,6 @@ def test_other_threads_may_compile_or_leave_compiled_code(compiled, monkeypatch)
     assert graphs
 
 
-@pytest.mark.tier("fast")
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("what", ["residual", "fc"])
 def test_cells_and_the_fully_connected_solve(what, kernel, compiled):
@@ -206,7 +204,6 @@ def test_cells_and_the_fully_connected_solve(what, kernel, compiled):
 
 
 class TestOfABlock:
-    @pytest.mark.tier("fast")
     @pytest.mark.parametrize(
         "groups",
         [None, "batch", torch.tensor([1, 0, 0, 2, 2]), Groups(torch.tensor([1, 0, 0, 2, 2]))],
@@ -238,7 +235,6 @@ class TestOfABlock:
             assert_close(found, plain, WELL_CONDITIONED * rounding(torch.bfloat16, 1))
             assert all(found[k].dtype == plain[k].dtype and found[k].stride() == plain[k].stride() for k in z0)
 
-    @pytest.mark.tier("fast")
     def test_backward_solution_and_modes_are_those_of_the_live_block(self, compiled):
         model = Model("anderson", "implicit", eval_solver=Picard(max_iter=3), warn=False)
         fast, x = compiled(model), torch.randn(5, 3)
@@ -372,7 +368,6 @@ class TestOfABlock:
         ):
             assert_same_derivatives(f, plain, x, given)
 
-    @pytest.mark.tier("fast")
     @pytest.mark.parametrize("kind", ["reversible", "checkpoint", "two names", "inner implicit", "inner neumann"])
     def test_derivatives_are_those_of_eager_mode(self, kind, compiled):
         """Of an adjoint without a solver, within an activation checkpoint, and of modules in the cell."""
@@ -394,7 +389,6 @@ class TestOfABlock:
         a, b = torch.autograd.grad(compiled(block)(x, torch.zeros(3, 4)).sum(), x)
         assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
 
-    @pytest.mark.tier("fast")
     def test_what_is_not_served_is_an_error(self, compiled):
         x, hidden = torch.randn(2, 4), torch.ones(4, requires_grad=True)
         for f in (DEQBlock(Cell()), lambda x, z0: fc_fixed_point(0.1 * torch.eye(4), x, z0)[0]):
@@ -441,7 +435,6 @@ def same(program, model, x):
 
 
 class TestExport:
-    @pytest.mark.tier("fast")
     @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of float64's largest number, for ONNX
     @pytest.mark.parametrize(
         ("solver", "dtype", "kernel", "onnx"),
@@ -479,7 +472,6 @@ class TestExport:
                 assert_close(found[0], value, GRADIENT)
                 assert all(map(torch.equal, found[1:3], judged[:2])) and found[-1] == judged[-1]
 
-    @pytest.mark.tier("fast")
     @pytest.mark.parametrize(
         ("solver", "kernel", "cells"),
         [(Picard(1e-3, 500), "torch", 2), (Broyden(1e-3, 500, history_size=4), "cpp", 1)],
@@ -534,6 +526,7 @@ class TestExport:
         program = torch.export.export(model, (torch.randn(5, 3),))
         assert same(program, model, torch.randn(5, 3))
 
+    @pytest.mark.tier("full")
     @pytest.mark.parametrize(
         ("solver", "kernel"), [pytest.param(Picard, "torch", marks=pytest.mark.newest), (Anderson, "cpp")]
     )
@@ -583,13 +576,11 @@ class TestExport:
         subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True)
         assert_close(torch.load(tmp_path / "y.pt"), model(x), rounding(torch.float32))
 
-    @pytest.mark.tier("fast")
     def test_unrolled_and_the_solution(self):
         model, x = Judged(Picard(max_iter=3), "unrolled", warn=False), torch.tensor([[1.0] * 3, [torch.nan] * 3])
         program = exported(model)
         assert same(program, model, x) and program.module()(x)[1][1] == Status.NONFINITE
 
-    @pytest.mark.tier("fast")
     @pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:Converting a tensor to a Python boolean")
     def test_a_trace_of_torch_jit_is_refused(self):
         with pytest.raises(RuntimeError, match="torch.jit.trace would fix the number of evaluations"):
