@@ -60,7 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # The interpreter computes both sides of a select in numpy, which warns about the side that is not taken.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     config.addinivalue_line("filterwarnings", "ignore:.* encountered in reduce:RuntimeWarning:numpy")
-    config.addinivalue_line("markers", "newest: long, and not run again on the oldest versions")
 
 
 def pytest_sessionstart() -> None:

@@ -12,7 +12,7 @@ def covering(combinations: Sequence[Mapping[str, Any]], strength: int) -> set[in
     """Indices of combinations {parameter: value}, chosen greedily so that all groups of `strength` values occur.
 
     The groups are those in `combinations`: every value with strength 1, every pair of values with 2; 0 takes the first.
-    Of equally good combinations the one with more new groups of one value more is taken, then that of rarer groups.
+    Ties are broken by the new groups of one value more, then by the groups that occurred least.
     """
     values = [[(name, repr(value)) for name, value in sorted(one.items())] for one in combinations]
     groups, larger = ([{(), *itertools.combinations(one, n)} for one in values] for n in (strength, strength + 1))

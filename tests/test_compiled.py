@@ -67,12 +67,12 @@ def both(cell, solver, adjoint="jfb", **options):
     "solver",
     [
         Picard(1e-5, 40),
-        pytest.param(Picard(0, 5, atol=1e-3, relaxation=0.7), marks=pytest.mark.newest),
+        pytest.param(Picard(0, 5, atol=1e-3, relaxation=0.7), marks=pytest.mark.tier("full")),
         Anderson(1e-5, 30, history_size=3),
         Anderson(1e-5, 30, history_dtype=torch.bfloat16, kind="I"),
         Broyden(1e-5, 30),
-        pytest.param(Broyden(1e-5, 30, history_size=2, norm="max"), marks=pytest.mark.newest),
-        pytest.param(Broyden(max_iter=1), marks=pytest.mark.newest),
+        pytest.param(Broyden(1e-5, 30, history_size=2, norm="max"), marks=pytest.mark.tier("full")),
+        pytest.param(Broyden(max_iter=1), marks=pytest.mark.tier("full")),
     ],
     ids=["picard", "damped", "anderson", "anderson-I-bf16", "broyden", "window", "one-evaluation"],
 )
@@ -186,7 +186,7 @@ class TestGradients:
             (lambda: ResidualCell(8, groups=4), (2, 8, 6, 6)),  # which has kernels of its own
             (lambda: ResidualCell(8, groups=4).requires_grad_(False), (2, 8, 6, 6)),
             (Tree, (2, 3, 4, 5)),
-            pytest.param(Twice, (3, 4), marks=pytest.mark.newest),
+            (Twice, (3, 4)),
             pytest.param(InPlace, (2, 4, 3), marks=OLD_INDEXING),
         ],
     )
@@ -209,7 +209,10 @@ class TestGradients:
     @pytest.mark.tier("fast")
     @pytest.mark.parametrize(
         "solver",
-        [*(pytest.param(solver, marks=pytest.mark.newest) for solver in (Picard(TOL, 60), Anderson(TOL, 40))), SOLVER],
+        [
+            *(pytest.param(solver, marks=pytest.mark.tier("full")) for solver in (Picard(TOL, 60), Anderson(TOL, 40))),
+            SOLVER,
+        ],
         ids=["picard", "anderson", "broyden"],
     )
     def test_solvers_and_batches(self, solver):
@@ -227,7 +230,6 @@ class TestGradients:
         assert all(torch.isfinite(grad).all() for grad in found)
         assert_close(found, gradients(ordinary, x), allowed(ordinary.cell, x[[0, 2, 3]]))
 
-    @pytest.mark.newest
     @pytest.mark.parametrize(
         ("cell", "sample", "batches"),
         [(Pooling(), (2, 4, 6), (3, 6, 7, 1)), (Attending(), (3, 8), (3, 6, 7))],
@@ -255,7 +257,7 @@ class TestGradients:
 
     @pytest.mark.parametrize(
         ("cell", "shape"),
-        [(Linear(), (4, 3)), pytest.param(ResidualCell(8, groups=4), (2, 8, 6, 6), marks=pytest.mark.newest)],
+        [(Linear(), (4, 3)), (ResidualCell(8, groups=4), (2, 8, 6, 6))],
     )
     def test_autocast(self, cell, shape):
         """It errs as the ordinary solve does; the results of two products are rounded, and their gradients."""
@@ -269,7 +271,6 @@ class TestGradients:
         for values in zip(found, plain, exact, strict=True):
             assert_accurate(*values, units=units)
 
-    @pytest.mark.newest
     def test_weights_of_the_moment_by_few_codes(self):
         ordinary, compiled = both(Linear(), SOLVER, "implicit")
         with at_most(7):  # cell and product, each for one batch and for any; loops: forward as many, backward one more
@@ -403,7 +404,6 @@ def test_a_cell_of_one_buffer_run_as_written():
         assert solution.evaluations == expected.evaluations and torch.equal(value, expected.value)
 
 
-@pytest.mark.newest
 def test_copies_compile_for_themselves_and_other_ways_to_solve_are_left_as_they_are():
     block = DEQBlock(Linear(), SOLVER, "implicit", compile=True)
     x = torch.randn(2, 3)

@@ -59,7 +59,8 @@ class TestLong:
     def test_long(self): ...
 
     @pytest.mark.tier("fast")
-    def test_fast(self): ...
+    @pytest.mark.parametrize("x", ["short", pytest.param("long", marks=pytest.mark.tier("full"))])
+    def test_fast(self, x): ...
 """
 
 
@@ -93,7 +94,7 @@ class TestTiers:
         fast, rest, full = (collect(f"--{tier}").names for tier in ("fast", "rest", "full"))
         told = capsys.readouterr().out
         assert sorted(fast + rest) == sorted(full) and not set(fast) & set(rest)
-        assert len(full) == len(set(full)) == 24 + 4 + 2 + 2
+        assert len(full) == len(set(full)) == 24 + 4 + 2 + 3
         assert f"tier fast: {len(rest)} tests left out, which --rest runs" in told
 
     def test_every_entry_that_can_run_occurs_and_nothing_long(self, collect, monkeypatch):
@@ -105,7 +106,7 @@ class TestTiers:
         assert {kernel for *_, kernel in solves} == {"torch", "cpp"}
         assert [name for name in names if "solve" not in name and "cpp" not in name] == [
             "test_op[0-0-emulated]",
-            "test_fast",
+            "test_fast[short]",
         ]
         assert {name for name in names if "cpp" in name and "op" in name} in (
             {"test_op[0-0-cpp]", "test_op[1-1-cpp]"},

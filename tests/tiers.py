@@ -2,7 +2,7 @@
 
 Of each test the fast tier has as many cases as it takes for every entry of each `parametrize` to occur, with the
 kernels cpp and torch. Of a test of an op it also has the first case of every other implementation. It has no test with
-the mark ``tier("full")``, which a class or a file may have, unless ``tier("fast")`` is nearer.
+the mark ``tier("full")``, which a case, a class or a file may also have, unless ``tier("fast")`` is nearer.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def fast(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     available = deqfast.backends()
 
     def candidate(item: pytest.Item) -> bool:
-        tier = item.get_closest_marker("tier")
+        own = [mark for mark in item.own_markers if mark.name == "tier"]  # of the function, then of the case
+        tier = own[-1] if own else item.get_closest_marker("tier")
         return available.get(kernel_of(item), True) and (tier is None or tier.args == ("fast",))
 
     for family in families(filter(candidate, items)):
