@@ -40,6 +40,7 @@ def test_values_with_few_entries_occur_equally_often():
 
 
 NUMBERS = itertools.count()  # of folders: a file of the same name would not be imported again
+NO_PLUGINS = [part for name in ("xdist", "cacheprovider", "benchmark") for part in ("-p", f"no:{name}")]
 SUITE = """
 import pytest
 
@@ -82,7 +83,7 @@ def collect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (folder / f"test_{folder.name}.py").write_text(SUITE)
         (folder / "pytest.ini").write_text("[pytest]\ntestpaths = .")
         monkeypatch.chdir(folder)
-        given = ["--collect-only", "--import-mode=importlib", "-p", "no:xdist", "-p", "no:cacheprovider", *options]
+        given = ["--collect-only", "--import-mode=importlib", *NO_PLUGINS, *options]
         assert pytest.main(given, plugins=[tiers, found := Collected()]) == 0
         return found
 
