@@ -55,6 +55,11 @@ def test_solve(kernel, cell, n, m): ...
 @pytest.mark.parametrize("y", [0, 1])
 def test_op(implementation, x, y): ...
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("x", [0, 1])
+@pytest.mark.parametrize("y", [0, 1])
+def test_pairs(x, y): ...
+
 @pytest.mark.tier("full")
 class TestLong:
     def test_long(self): ...
@@ -95,7 +100,7 @@ class TestTiers:
         fast, rest, full = (collect(f"--{tier}").names for tier in ("fast", "rest", "full"))
         told = capsys.readouterr().out
         assert sorted(fast + rest) == sorted(full) and not set(fast) & set(rest)
-        assert len(full) == len(set(full)) == 24 + 4 + 2 + 3
+        assert len(full) == len(set(full)) == 24 + 4 + 2 + 4 + 3
         assert f"tier fast: {len(rest)} tests left out, which --rest runs" in told
 
     def test_every_entry_that_can_run_occurs_and_nothing_long(self, collect, monkeypatch):
@@ -107,6 +112,10 @@ class TestTiers:
         assert {kernel for *_, kernel in solves} == {"torch", "cpp"}
         assert [name for name in names if "solve" not in name and "cpp" not in name] == [
             "test_op[0-0-emulated]",
+            "test_pairs[0-0]",
+            "test_pairs[0-1]",
+            "test_pairs[1-0]",
+            "test_pairs[1-1]",
             "test_fast[short]",
         ]
         assert {name for name in names if "cpp" in name and "op" in name} in (

@@ -1,8 +1,9 @@
 """The tiers of the suite: what runs if no tests are named, and what is left to --rest.
 
 Of each test the fast tier has as many cases as it takes for every entry of each `parametrize` to occur, with the
-kernels cpp and torch. Of a test of an op it also has the first case of every other implementation. It has no test with
-the mark ``tier("full")``, which a case, a class or a file may also have, unless ``tier("fast")`` is nearer.
+kernels cpp and torch; with ``covering(2)``, for every pair of entries. Of a test of an op it also has the first case of
+every other implementation. It has no test with the mark ``tier("full")``, which a case, a class or a file may also
+have, unless ``tier("fast")`` is nearer.
 """
 
 from __future__ import annotations
@@ -41,10 +42,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Choose the tier, and tell the workers of xdist, which see all tests as named."""
     option = config.option
     if option.tier is None:
-        whole = config.args_source is config.ArgsSource.TESTPATHS
-        option.tier = (
-            "fast" if whole and not (option.keyword or option.markexpr or getattr(option, "lf", False)) else "full"
-        )
+        selected = option.keyword or option.markexpr or getattr(option, "lf", False)
+        named = selected or config.args_source is not config.ArgsSource.TESTPATHS
+        option.tier = "full" if named else "fast"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "covering(strength): kernels that are interpreted or emulated, which is slow, run as many of the "
         "combinations as it takes for every value (strength 1) or pair of values (2) of the parameters to occur, one "
-        "with 0; the others run all",
+        "with 0; the others run all, but in the fast tier as many, and at least 1",
     )
 
 
@@ -83,12 +83,17 @@ def families(items: Iterable[pytest.Item], key: Callable[[pytest.Item], Any] = l
     return list(found.values())
 
 
+def strength(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("covering")
+    return mark.args[0] if mark else 0
+
+
 def not_covering(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases of slow kernels that the mark `covering` leaves out of every tier."""
     slow = {"emulated": True, "triton": INTERPRETED or SMOKE, "cuda": SMOKE}
     marked = [item for item in items if slow.get(kernel_of(item)) and item.get_closest_marker("covering")]
     for family in families(marked, kernel_of):
-        chosen = covering([parameters(item) for item in family], family[0].get_closest_marker("covering").args[0])
+        chosen = covering([parameters(item) for item in family], strength(family[0]))
         yield from (item for i, item in enumerate(family) if i not in chosen)
 
 
@@ -103,7 +108,7 @@ def fast(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 
     for family in families(filter(candidate, items)):
         usual = [item for item in family if kernel_of(item) not in OTHERS]
-        yield from (usual[i] for i in covering([entries(item) for item in usual], 1))
+        yield from (usual[i] for i in covering([entries(item) for item in usual], max(1, strength(family[0]))))
         for name in OTHERS:
             yield from [item for item in family if parameters(item).get("implementation") == name][:1]
 
