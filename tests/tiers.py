@@ -1,9 +1,9 @@
 """The tiers of the suite: what runs if no tests are named, and what is left to --rest.
 
-Of each test the fast tier has as many cases as it takes for every entry of each `parametrize` to occur, with the
-kernels cpp and torch; with ``covering(2)``, for every pair of entries. Of a test of an op it also has the first case of
-every other implementation. It has no test with the mark ``tier("full")``, which a case, a class or a file may also
-have, unless ``tier("fast")`` is nearer.
+Of each test the fast tier has the cases that it takes for every entry of each `parametrize` to occur. ``covering(2)``
+asks for every pair of entries. The kernels are cpp and torch; a test of an op also has the first case of every other
+implementation. The fast tier has no test with the mark ``tier("full")``, which a case, a class or a file may also have,
+unless ``tier("fast")`` is nearer.
 """
 
 from __future__ import annotations
