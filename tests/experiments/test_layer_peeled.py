@@ -111,6 +111,7 @@ def test_explicit_network_beats_the_etf_under_the_papers_bounds_on_backbone_feat
     assert optimum.loss >= theory.closed_form_loss(which, theory.largest_stretch(which))
 
 
+@pytest.mark.tier("full")
 def test_what_a_layer_gains_at_small_bounds_is_its_identity():
     """K = 4: to first order sqrt(E_W E_H) times the largest stretch."""
     gains = {layer: solve(problem(layer, "backbone", e_w=0.01, e_h=0.01)).below_chance for layer in LAYERS}

@@ -46,6 +46,7 @@ def few_data(monkeypatch):
 
 
 # Torch says once per process that these tensors may still change; deepinv that its cost lacks the prior.
+@pytest.mark.tier("full")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:No explicit prior has been given")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):

@@ -76,6 +76,7 @@ def test_tables_escape_what_they_hold_and_align_numbers():
     assert NASTY in text_of(to_html("title", text, EXPERIMENTS)), "HTML shows what was written"
 
 
+@pytest.mark.tier("full")
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(EXPERIMENTS.parent)
     monkeypatch.setattr("nc_study.figures.features_figure", lambda *_: "a t-SNE takes seconds")
