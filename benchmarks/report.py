@@ -611,7 +611,8 @@ def run(check: bool) -> list[str]:
     results = Results.read(ROOT / "benchmarks" / "results")
     lines, known = blocks(results), facts(results)
     wrong, stale = [], {}
-    for path in [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    folders = (ROOT / "benchmarks").glob("*.md"), (ROOT / "docs").rglob("*.md")
+    for path in [ROOT / "README.md", *sorted(chain(*folders))]:
         text = path.read_text()
         if (wanted := filled(text, lines, path)) != text:
             stale[path] = wanted.encode()

@@ -2,7 +2,7 @@
 
     pytest benchmarks/test_time_to_residual.py --full --record FILE [--run RUN --data-root DATA]
 
-docs/pages/solvers-measured.md describes the comparison. A time counts only if the returned value, put into f in
+docs/pages/choosing.md describes the comparison. A time counts only if the returned value, put into f in
 float64, has a relative residual within the tolerance in every sample; torchdeq's own claim does not count. On trained
 cells deqfast's default solvers also run with kernel="torch". deqfast returns a sample's first iterate within the
 tolerance. torchdeq continues with all samples until one iterate of the whole batch is within it. Its finished samples

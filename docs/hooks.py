@@ -1,6 +1,6 @@
 """What the site adds to the pages: the repository's address, its figures, the table of refusals, links to the API.
 
-Pages link to figures by their paths in the repository, so that they show there too.
+Pages link to figures and to other pages of the repository by their paths in it, so that these links work there too.
 """
 
 import re
@@ -15,6 +15,7 @@ from deqfast.api.refusals import REFUSED
 PAGES = Path(__file__).parent / "pages"
 TABLE = "<!-- what does not go together -->"
 OUTSIDE = re.compile(r"\]\((\.\./[^)\s]+\.(?:png|gif))\)")
+IN_REPOSITORY = re.compile(r"\]\(\.\./\.\./([^)\s]+\.md(?:#[^)\s]+)?)\)")
 # Fenced blocks, headings and links stay as they are; a span of code may name an object, with its arguments.
 PARTS = re.compile(r"^```.*?^```|^#[^\n]*|!?\[[^\]]*\]\([^)]*\)|`(?:deqfast\.)?([\w.]+)(?:\([^`\n]*\))?`", re.M | re.S)
 UNIT = re.compile(r"(?<=\d) (?=(?:ms|µs|s|h|MB|GB|dB)\b|%)")
@@ -38,10 +39,10 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Write the table of refusals, link the API, and point at the figures' copies; a missing figure fails the build.
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Write the table of refusals, link the API, the repository and the figures' copies.
 
-    In tables a number and its unit stay on one line.
+    A missing figure fails the build. In tables a number and its unit stay on one line.
     """
     rows = [f"| `{way}` | `{option}` | {why} |" for way, refused in REFUSED.items() for option, why in refused.items()]
     table = "\n".join(["| way of running | refuses | because |", "|---|---|---|", *rows])
@@ -49,6 +50,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = "\n".join(UNIT.sub("\N{NO-BREAK SPACE}", line) if line.startswith("|") else line for line in lines)
     if page.file.src_uri != "api.md":
         markdown = _linked(markdown, _documented())
+    markdown = IN_REPOSITORY.sub(rf"]({config.repo_url}/blob/main/\1)", markdown)
     return OUTSIDE.sub(lambda match: f"]({_inside(match[1])})", markdown)
 
 

@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,15 +17,13 @@ from interpreter import INTERPRETED
 import emulate
 import pytest
 import torch
-from covering import covering
 
 import deqfast
 from deqfast import _extension
 from deqfast.ops import choose_kernel
 
-# Set if compute-sanitizer watches; benchmarks/gpu.sh also sets it to save the compilation of Triton's kernels.
-SANITIZED = "DEQFAST_SANITIZED" in os.environ
-SMOKE = "DEQFAST_SMOKE" in os.environ
+pytest_plugins = ["tiers"]
+
 REQUIRED = list(filter(None, os.environ.get("DEQFAST_REQUIRE", "").split(",")))  # kernels without which nothing runs
 
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and for long if cores are shared.
@@ -63,13 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # The interpreter computes both sides of a select in numpy, which warns about the side that is not taken.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     config.addinivalue_line("filterwarnings", "ignore:.* encountered in reduce:RuntimeWarning:numpy")
-    config.addinivalue_line("markers", "newest: long, and not run again on the oldest versions")
-    config.addinivalue_line(
-        "markers",
-        "covering(strength): kernels that are interpreted, emulated or sanitized, which is slow, run as many of the "
-        "combinations as it takes for every value (strength 1) or pair of values (2) of the parameters to occur, one "
-        "with 0; the others run all",
-    )
 
 
 def pytest_sessionstart() -> None:
@@ -80,23 +70,6 @@ def pytest_sessionstart() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             choose_kernel("auto", torch.device("cpu"))
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    families = defaultdict(list)
-    for item in items:
-        mark = item.get_closest_marker("covering")
-        kernel = mark and (item.callspec.params.get("kernel") or item.callspec.params.get("implementation"))
-        slow = {"emulated": True, "triton": INTERPRETED or SMOKE, "cuda": SANITIZED or SMOKE}
-        if slow.get(kernel):
-            families[item.nodeid.partition("[")[0], kernel, mark.args[0]].append(item)
-    left_out = set()
-    for (*_, strength), family in families.items():
-        chosen = covering([item.callspec.params for item in family], strength)
-        left_out |= {item for i, item in enumerate(family) if i not in chosen}
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -222,12 +195,12 @@ def nothing_compiled() -> None:
 def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill memory that is allocated without a value with NaN, or the largest integers, so that reading it shows.
 
-    A sanitizer detects such reads itself. For tests of compiled code, torch would generate other code.
+    Not for tests of compiled code, for which torch would generate other code.
     """
     # Memory kept from an earlier history would hold numbers.
     monkeypatch.setattr(deqfast.ops.memory, "SMALLEST", sys.maxsize)
     before = torch.are_deterministic_algorithms_enabled()
-    if not (SANITIZED or request.path.name in ("test_compile.py", "test_compiled.py")):
+    if request.path.name not in ("test_compile.py", "test_compiled.py"):
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         torch.use_deterministic_algorithms(True, warn_only=True)
     yield

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-REST = ["tests", "-k", "not emulated and not triton and not of_the_cuda_kernels"]
+REST = ["tests", "-k", "not emulated and not triton"]
 
 
 def every_perturbation(instructions: set[str]) -> list[tuple[str, dict[str, str], str]]:

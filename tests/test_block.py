@@ -384,6 +384,7 @@ def parallel_data() -> torch.Tensor:
     return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.tier("full")
 def test_two_processes_train_as_one(tmp_path):
     mp.spawn(in_two_processes, args=(str(tmp_path),), nprocs=2)
     for adjoint in ADJOINTS:

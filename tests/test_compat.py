@@ -144,6 +144,7 @@ VALUES = [
 
 
 class TestTheSameAsTorchdeq:
+    @pytest.mark.covering(2)
     @pytest.mark.parametrize("tol", [5e-2, 1e-5, 0.0])
     @pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
     @pytest.mark.parametrize(("solver", "given"), SOLVERS, ids=str)
@@ -157,6 +158,7 @@ class TestTheSameAsTorchdeq:
             if name != "sradius":
                 torch.testing.assert_close(ours.info[name].double(), statistic.double(), rtol=STATISTIC, atol=ITERATES)
 
+    @pytest.mark.covering(2)
     @pytest.mark.parametrize("training", [True, False])
     @pytest.mark.parametrize(("problem", "given", "options"), VALUES, ids=str)
     @torch.no_grad()

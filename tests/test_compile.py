@@ -96,6 +96,7 @@ def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evalua
     assert not opaque_op._recorded
 
 
+@pytest.mark.tier("full")
 def test_inductor(compiled):
     """A cell that is compiled by itself is called so within the op."""
     solver = Anderson(rtol=1e-12, max_iter=60)
@@ -123,7 +124,7 @@ def test_compiled_cells_that_work_in_what_they_saved(adjoint, whole, compiled):
     assert all(map(torch.equal, derivatives(compiled(model) if whole else model, x, parameters), plain))
 
 
-@pytest.mark.newest
+@pytest.mark.tier("full")
 class TestCompiledAutograd:
     @staticmethod
     def gradients(model, x):
@@ -442,8 +443,8 @@ class TestExport:
             (Picard(max_iter=4), torch.float64, "cpp", False),
             (SLIDING, torch.float32, "cpp", False),
             (WITH_PAIRS, torch.float64, "cpp", False),
-            pytest.param(SLIDING, torch.float64, "torch", True, marks=pytest.mark.newest),
-            pytest.param(WITH_PAIRS, torch.float32, "torch", True, marks=pytest.mark.newest),
+            pytest.param(SLIDING, torch.float64, "torch", True, marks=pytest.mark.tier("full")),
+            pytest.param(WITH_PAIRS, torch.float32, "torch", True, marks=pytest.mark.tier("full")),
         ],
         ids=str,
     )
@@ -524,9 +525,8 @@ class TestExport:
         program = torch.export.export(model, (torch.randn(5, 3),))
         assert same(program, model, torch.randn(5, 3))
 
-    @pytest.mark.parametrize(
-        ("solver", "kernel"), [pytest.param(Picard, "torch", marks=pytest.mark.newest), (Anderson, "cpp")]
-    )
+    @pytest.mark.tier("full")
+    @pytest.mark.parametrize(("solver", "kernel"), [(Picard, "torch"), (Anderson, "cpp")])
     def test_a_package_of_aot_inductor(self, solver, kernel, tmp_path):
         """Code that runs from C++ too, in one loop for every batch."""
         tol = 1e-5
@@ -561,6 +561,7 @@ class TestExport:
         for found, expected in zip(program(x), model(x), strict=True):
             assert_close(found, expected, rounding(torch.float32))
 
+    @pytest.mark.tier("full")
     def test_a_saved_model_runs_where_deqfast_is_not(self, tmp_path):
         model, x = Model(Picard(max_iter=3), warn=False).eval(), torch.randn(4, 3)
         program = exported(model)

@@ -24,7 +24,7 @@ from deqfast.testing import (
     rounding,
 )
 
-pytestmark = pytest.mark.skipif(not backends()["cpp"], reason=str(backends()["cpp"]))
+pytestmark = [pytest.mark.skipif(not backends()["cpp"], reason=str(backends()["cpp"])), pytest.mark.tier("full")]
 TOL = 1e-6
 SOLVER = Broyden(TOL, 40)
 
@@ -62,16 +62,17 @@ def both(cell, solver, adjoint="jfb", **options):
     return (DEQBlock(cell, solver, adjoint, warn=False, compile=compiled, **options) for compiled in (False, True))
 
 
+@pytest.mark.tier("fast")
 @pytest.mark.parametrize(
     "solver",
     [
         Picard(1e-5, 40),
-        pytest.param(Picard(0, 5, atol=1e-3, relaxation=0.7), marks=pytest.mark.newest),
+        pytest.param(Picard(0, 5, atol=1e-3, relaxation=0.7), marks=pytest.mark.tier("full")),
         Anderson(1e-5, 30, history_size=3),
         Anderson(1e-5, 30, history_dtype=torch.bfloat16, kind="I"),
         Broyden(1e-5, 30),
-        pytest.param(Broyden(1e-5, 30, history_size=2, norm="max"), marks=pytest.mark.newest),
-        pytest.param(Broyden(max_iter=1), marks=pytest.mark.newest),
+        pytest.param(Broyden(1e-5, 30, history_size=2, norm="max"), marks=pytest.mark.tier("full")),
+        pytest.param(Broyden(max_iter=1), marks=pytest.mark.tier("full")),
     ],
     ids=["picard", "damped", "anderson", "anderson-I-bf16", "broyden", "window", "one-evaluation"],
 )
@@ -185,7 +186,7 @@ class TestGradients:
             (lambda: ResidualCell(8, groups=4), (2, 8, 6, 6)),  # which has kernels of its own
             (lambda: ResidualCell(8, groups=4).requires_grad_(False), (2, 8, 6, 6)),
             (Tree, (2, 3, 4, 5)),
-            pytest.param(Twice, (3, 4), marks=pytest.mark.newest),
+            (Twice, (3, 4)),
             pytest.param(InPlace, (2, 4, 3), marks=OLD_INDEXING),
         ],
     )
@@ -205,9 +206,13 @@ class TestGradients:
         ordinary, compiled = both(cell, SOLVER, "shine")
         assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x, lost(torch.float64, TOL)))
 
+    @pytest.mark.tier("fast")
     @pytest.mark.parametrize(
         "solver",
-        [*(pytest.param(solver, marks=pytest.mark.newest) for solver in (Picard(TOL, 60), Anderson(TOL, 40))), SOLVER],
+        [
+            *(pytest.param(solver, marks=pytest.mark.tier("full")) for solver in (Picard(TOL, 60), Anderson(TOL, 40))),
+            SOLVER,
+        ],
         ids=["picard", "anderson", "broyden"],
     )
     def test_solvers_and_batches(self, solver):
@@ -225,7 +230,6 @@ class TestGradients:
         assert all(torch.isfinite(grad).all() for grad in found)
         assert_close(found, gradients(ordinary, x), allowed(ordinary.cell, x[[0, 2, 3]]))
 
-    @pytest.mark.newest
     @pytest.mark.parametrize(
         ("cell", "sample", "batches"),
         [(Pooling(), (2, 4, 6), (3, 6, 7, 1)), (Attending(), (3, 8), (3, 6, 7))],
@@ -253,7 +257,7 @@ class TestGradients:
 
     @pytest.mark.parametrize(
         ("cell", "shape"),
-        [(Linear(), (4, 3)), pytest.param(ResidualCell(8, groups=4), (2, 8, 6, 6), marks=pytest.mark.newest)],
+        [(Linear(), (4, 3)), (ResidualCell(8, groups=4), (2, 8, 6, 6))],
     )
     def test_autocast(self, cell, shape):
         """It errs as the ordinary solve does; the results of two products are rounded, and their gradients."""
@@ -267,7 +271,6 @@ class TestGradients:
         for values in zip(found, plain, exact, strict=True):
             assert_accurate(*values, units=units)
 
-    @pytest.mark.newest
     def test_weights_of_the_moment_by_few_codes(self):
         ordinary, compiled = both(Linear(), SOLVER, "implicit")
         with at_most(7):  # cell and product, each for one batch and for any; loops: forward as many, backward one more
@@ -386,6 +389,7 @@ def test_an_error_on_the_way_is_none_of_compilation():
     assert "cannot be compiled" not in str(caught.value)
 
 
+@pytest.mark.tier("fast")
 def test_a_cell_of_one_buffer_run_as_written():
     class Buffered(Halving):
         buffer = torch.empty(2, 3)
@@ -400,7 +404,6 @@ def test_a_cell_of_one_buffer_run_as_written():
         assert solution.evaluations == expected.evaluations and torch.equal(value, expected.value)
 
 
-@pytest.mark.newest
 def test_copies_compile_for_themselves_and_other_ways_to_solve_are_left_as_they_are():
     block = DEQBlock(Linear(), SOLVER, "implicit", compile=True)
     x = torch.randn(2, 3)
@@ -431,6 +434,7 @@ def refusing(z, x):
     raise ValueError("x must have 4 features")
 
 
+@pytest.mark.tier("fast")
 class TestErrors:
     @pytest.mark.parametrize(
         ("cell", "error", "words"),
@@ -483,6 +487,7 @@ def test_a_cell_sees_a_short_state_as_it_is_rounded():
     assert_close(compiled[1].residual, eager[1].residual, 0.5)
 
 
+@pytest.mark.tier("fast")
 def test_threads_that_begin_together_make_one_code():
     made, barrier = [], threading.Barrier(4)
 
@@ -500,6 +505,7 @@ def test_threads_that_begin_together_make_one_code():
     assert len(made) == 1 and len(pickle.loads(pickle.dumps(Codes(torch.tanh)))._codes) == 0
 
 
+@pytest.mark.tier("fast")
 def test_threads_leave_dynamos_settings_as_they_were():
     """The calls overlap where these settings are the thread's, and wait for each other where they are the process's."""
     settings, other = torch._dynamo.config, threading.Event()

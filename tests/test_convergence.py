@@ -184,6 +184,7 @@ def test_an_implicit_gradient_solves_its_system_no_worse_than_jfb(route, kind, s
     check_gradient(jacobian(kind, size, radius, seed).to(dtype), seed, kind=kind, **ROUTES[route])
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("radius", [0.9, 3.0])
 def test_the_same_of_a_compiled_solve(radius):
     for solver in (Broyden(rtol=1e-9, max_iter=5), Picard(rtol=1e-6, max_iter=60)):

@@ -1,10 +1,16 @@
-"""What a slow kernel runs of a test with many combinations of parameters."""
+"""Cases that are chosen from many combinations of parameters: of slow kernels, and of the fast tier."""
+
+from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
+import tiers
 import torch
 from covering import covering
+
+import deqfast
 
 ALL = [
     {"shape": shape, "dtype": dtype, "kernel": "triton", "op": op}
@@ -14,7 +20,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("strength", "count"), [(0, 1), (1, 3), (2, 9), (4, 18)])
+@pytest.mark.parametrize(("strength", "count"), [(0, 1), (1, 3), (2, 10), (4, 18)])
 def test_every_group_of_values_occurs(strength, count):
     chosen = [ALL[i] for i in covering(ALL, strength)]
     for names in itertools.combinations(ALL[0], strength):
@@ -25,3 +31,110 @@ def test_every_group_of_values_occurs(strength, count):
 def test_of_no_combination_none_is_left_out():
     assert covering([], 2) == set()
     assert covering(ALL[:1], 2) == {0}
+    assert covering([{}], 1) == {0}
+
+
+def test_values_with_few_entries_occur_equally_often():
+    squares = [{"size": size, "kernel": kernel} for kernel in ("torch", "cpp") for size in range(4)]
+    assert [squares[i]["kernel"] for i in sorted(covering(squares, 1))].count("torch") == 2
+
+
+NUMBERS = itertools.count()  # of folders: a file of the same name would not be imported again
+NO_PLUGINS = [part for name in ("xdist", "cacheprovider", "benchmark") for part in ("-p", f"no:{name}")]
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp", "triton", "cuda"])
+@pytest.mark.parametrize("cell", [object(), object()], ids=["a", "b"])
+@pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 1), (1, 1)])
+def test_solve(kernel, cell, n, m): ...
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("implementation", ["cpp", "emulated"])
+@pytest.mark.parametrize("x", [0, 1])
+@pytest.mark.parametrize("y", [0, 1])
+def test_op(implementation, x, y): ...
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("x", [0, 1])
+@pytest.mark.parametrize("y", [0, 1])
+def test_pairs(x, y): ...
+
+@pytest.mark.tier("full")
+class TestLong:
+    def test_long(self): ...
+
+    @pytest.mark.tier("fast")
+    @pytest.mark.parametrize("x", ["short", pytest.param("long", marks=pytest.mark.tier("full"))])
+    def test_fast(self, x): ...
+"""
+
+
+class Collected:
+    """Tier of a run, and its tests."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.tier = session.config.option.tier
+        self.names = [item.nodeid.rpartition("::")[2] for item in session.items]
+
+
+@pytest.fixture
+def collect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Collect SUITE with these options; each call imports it again."""
+
+    def collect(*options: str) -> Collected:
+        folder = tmp_path / f"run{next(NUMBERS)}"
+        folder.mkdir()
+        (folder / f"test_{folder.name}.py").write_text(SUITE)
+        (folder / "pytest.ini").write_text("[pytest]\ntestpaths = .")
+        monkeypatch.chdir(folder)
+        given = ["--collect-only", "--import-mode=importlib", *NO_PLUGINS, *options]
+        assert pytest.main(given, plugins=[tiers, found := Collected()]) == 0
+        return found
+
+    return collect
+
+
+class TestTiers:
+    def test_fast_and_rest_are_the_full_tier(self, collect, capsys):
+        fast, rest, full = (collect(f"--{tier}").names for tier in ("fast", "rest", "full"))
+        told = capsys.readouterr().out
+        assert sorted(fast + rest) == sorted(full) and not set(fast) & set(rest)
+        assert len(full) == len(set(full)) == 24 + 4 + 2 + 4 + 3
+        assert f"tier fast: {len(rest)} tests left out, which --rest runs" in told
+
+    def test_every_entry_that_can_run_occurs_and_nothing_long(self, collect, monkeypatch):
+        monkeypatch.setattr(deqfast, "backends", lambda: {"torch": True, "cpp": True, "triton": True, "cuda": False})
+        names = collect("--fast").names
+        solves = [name.removeprefix("test_solve[").rstrip("]").split("-") for name in names if "solve" in name]
+        assert {(n, m) for n, m, *_ in solves} == {("0", "0"), ("0", "1"), ("1", "1")} and len(solves) == 3
+        assert {cell for *_, cell, _ in solves} == {"a", "b"}
+        assert {kernel for *_, kernel in solves} == {"torch", "cpp"}
+        assert [name for name in names if "solve" not in name and "cpp" not in name] == [
+            "test_op[0-0-emulated]",
+            "test_pairs[0-0]",
+            "test_pairs[0-1]",
+            "test_pairs[1-0]",
+            "test_pairs[1-1]",
+            "test_fast[short]",
+        ]
+        assert {name for name in names if "cpp" in name and "op" in name} in (
+            {"test_op[0-0-cpp]", "test_op[1-1-cpp]"},
+            {"test_op[0-1-cpp]", "test_op[1-0-cpp]"},
+        )
+
+    def test_a_kernel_that_is_absent_stands_for_no_value(self, collect, monkeypatch):
+        monkeypatch.setattr(deqfast, "backends", lambda: {"torch": True, "cpp": False})
+        names = collect("--fast").names
+        assert [name for name in names if "cpp" in name] == []
+        assert len([name for name in names if "solve" in name]) == 3
+
+    def test_the_choice_does_not_depend_on_addresses(self, collect):
+        assert collect("--fast").names == collect("--fast").names
+
+    @pytest.mark.parametrize(
+        ("options", "tier"),
+        [([], "fast"), (["-k", "op or solve"], "full"), (["-m", "tier"], "full"), (["."], "full")],
+    )
+    def test_tests_that_are_named_all_run(self, options, tier, collect):
+        assert collect(*options).tier == tier

@@ -14,13 +14,16 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "docs" / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
+FOLDERS = ("docs", "docs/pages", "benchmarks")
+PAGES = [README, *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
 NEEDS_A_GPU = "# needs a GPU"
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 COMMAND = r"(?:^|[ /`])(?:python3?|bash|torchrun|pytest)"
 SCRIPT = re.compile(COMMAND + r" (?:-\S+ (?:\d+ )?)*((?:benchmarks|experiments)/[\w./]+)")
+LONG = ("compile", "tutorial")  # pages whose code takes more than five seconds
 
+long = pytest.mark.tier("full")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -50,7 +53,11 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore:deqfast. in ")  # pages also show solves that do not converge
-@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[long] * (page.stem in LONG)) for page in PAGES if python_of(page)],
+    ids=lambda page: page.name,
+)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -338,7 +338,7 @@ class TestErrors:
             fc_fixed_point(torch.zeros(3, 3, device="meta"), x)
 
 
-@pytest.mark.newest
+@pytest.mark.tier("full")
 class TestCompiled:
     """torch.compile around transforms: right between two graphs, or refused."""
 

@@ -23,6 +23,7 @@ def run(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | unset | environment, check=False)
 
 
+@pytest.mark.tier("full")
 def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
     kept = tmp_path / "cpu_nc.json"
     row = {"section": "nc", "case": "kept", "provider": "cpp", "fault": "made up"}
@@ -39,6 +40,7 @@ def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
     assert "== measure-ops" in (tmp_path / "gpu.log").read_text()
 
 
+@pytest.mark.tier("full")
 def test_a_phase_that_fails_is_named_does_not_stop_the_others_and_is_tried_again(tmp_path):
     python = tmp_path / "python"
     record, row = tmp_path / "cpu_ops.json", {"section": "ops", "case": "made-up", "provider": "cpp"}
@@ -57,6 +59,7 @@ def test_a_phase_that_fails_is_named_does_not_stop_the_others_and_is_tried_again
     assert log.count("== smoke") == 1 and log.count("== measure-ops") == 2
 
 
+@pytest.mark.tier("full")
 def test_the_sanitizers_watch_the_first_look(tmp_path):
     result = run("--dry-run", "--out", tmp_path, "memcheck", "sanitizers")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -98,6 +101,7 @@ def test_wrong_arguments(arguments, environment, message):
     assert message in result.stderr
 
 
+@pytest.mark.tier("full")
 def test_the_first_look_finds_every_emulated_kernel_right():
     look = [sys.executable, "benchmarks/first_look.py", "--kernel", "emulated", "--few"]
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}

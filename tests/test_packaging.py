@@ -146,6 +146,7 @@ def test_cuda_kernels_are_built_where_they_will_be_used(monkeypatch, tmp_path, m
     )
 
 
+@pytest.mark.tier("full")
 def test_an_extension_built_without_cuda_kernels_says_why():
     """Whatever an earlier build has left next to it."""
     script = (
@@ -160,6 +161,7 @@ def test_an_extension_built_without_cuda_kernels_says_why():
     assert run(sys.executable, "-c", script).strip() == "deqfast was built without CUDA kernels: a reason"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only on x86-64 the kernels ask for AVX2")
 def test_a_processor_without_avx2_is_served_by_torch():
     script = (
@@ -172,6 +174,7 @@ def test_a_processor_without_avx2_is_served_by_torch():
     assert printed.strip() == "deqfast._C_cpu needs a processor with AVX2, and torch finds 'DEFAULT' here"
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("capability", "absent", "name"),
     [("avx2", "", "_C_cpu"), ("avx512", "", "_C_cpu_avx512"), ("avx512", "_C_cpu_avx512", "_C_cpu")],

@@ -1,4 +1,4 @@
-"""Every script answers --help, with examples if it takes options, and writes nothing then."""
+"""Every script answers --help, and writes nothing then."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def state_of(folders: list[Path]) -> dict[Path, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_examples_and_writes_nothing(script, tmp_path, monkeypatch, capsys):
+def test_help_writes_nothing(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str((ROOT / script).parent), *sys.path])
     monkeypatch.setattr(sys, "argv", [script, "--help"])
@@ -43,11 +43,7 @@ def test_help_shows_examples_and_writes_nothing(script, tmp_path, monkeypatch, c
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     signal.signal(signal.SIGPIPE, pipe)
-    text = capsys.readouterr().out
-    assert stop.value.code in (0, None) and text.startswith("usage: ")
-    assert " STR" not in text, "say DIR, FILE, WORD or A,B"
-    named = Path(script).stem if "harness" in script else Path(script).name
-    assert re.search(rf"^ +\S.*\b{re.escape(named)}", text.partition("\n\n")[2], re.MULTILINE), "an example"
+    assert stop.value.code in (0, None) and capsys.readouterr().out.startswith("usage: ")
     assert state_of([*FOLDERS, tmp_path]) == before
 
 

@@ -198,6 +198,7 @@ def test_complex_gradients(adjoint):
         assert torch.autograd.gradgradcheck(solved, (x, mix), eps=1e-5, atol=1e-5, nondet_tol=GRADIENT)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")  # it calls torch
 @pytest.mark.parametrize("adjoint", [JFB(), SHINE(), Implicit()], ids=repr)
 def test_complex_gradients_by_every_route(adjoint):

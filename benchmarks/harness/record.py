@@ -55,7 +55,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 WRITTEN = (
     "benchmarks/baselines",
     "benchmarks/results",
-    "benchmarks/RESULTS.md",
+    "benchmarks/*.md",
     "README.md",
     "docs/pages",
 )

@@ -176,20 +176,18 @@ class Run(processes.Run):
         first, saved, due = self._restore(kept), time.monotonic(), FIRST_CHECKPOINT
         label = f"{self.arm}, seed {self.seed}"
         bar = tqdm(range(first, total), label, total, initial=first, position=1 + self.slot, leave=False, disable=None)
-        try:
-            for step in bar:
-                torch.manual_seed(self.seed * 1_000_003 + step)
-                yield step
-                if self.rows:
-                    last = {name: f"{value:.4g}" for name, value in self.rows[-1].items() if name != "step"}
-                    bar.set_postfix(last, refresh=False)
-                now = time.monotonic()
-                if now - saved >= due:
-                    self.minutes += (now - saved) / 60
-                    saved, due = now, SECONDS_BETWEEN_CHECKPOINTS
-                    self._save(step + 1, kept)
-        finally:  # a model may leave the loop before its end
-            self.minutes += (time.monotonic() - saved) / 60
+        for step in bar:
+            torch.manual_seed(self.seed * 1_000_003 + step)
+            yield step
+            if self.rows:
+                last = {name: f"{value:.4g}" for name, value in self.rows[-1].items() if name != "step"}
+                bar.set_postfix(last, refresh=False)
+            now = time.monotonic()
+            if now - saved >= due:
+                self.minutes += (now - saved) / 60
+                saved, due = now, SECONDS_BETWEEN_CHECKPOINTS
+                self._save(step + 1, kept)
+        self.minutes += (time.monotonic() - saved) / 60
 
     def _save(self, step: int, kept: Mapping[str, Any]) -> None:
         state = {name: one.state_dict() for name, one in kept.items()}

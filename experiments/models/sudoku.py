@@ -45,8 +45,10 @@ State = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SudokuOptions(Options):
-    """Options of all models of Sudoku."""
+class Sudoku(Options):
+    """Options of the model."""
+
+    all_arms: ClassVar[tuple[str, ...]] = ARMS
 
     size: str = option("data", "digits; boxes of 6 are 2 x 3", "6", choices=("4", "6", "9"))
     clues: int | None = option("data", f"clues of a generated puzzle; off: {USUAL} by size", None, minimum=1)
@@ -58,6 +60,7 @@ class SudokuOptions(Options):
     batch_size: int = option("training", "puzzles a step", 32, minimum=1)
     lr: float = option("training", "learning rate of AdamW", 3e-3, above=0)
     evaluations: int = option("test", "most evaluations of a solve", 64, minimum=1)
+    starts: int = option("test", "random starts of a puzzle", 8, minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,15 +75,6 @@ class SudokuOptions(Options):
     @property
     def shown(self) -> int:
         return self.clues or USUAL[int(self.size)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sudoku(SudokuOptions):
-    """Options of the model."""
-
-    all_arms: ClassVar[tuple[str, ...]] = ARMS
-
-    starts: int = option("test", "random starts of a puzzle", 8, minimum=1)
 
 
 def mlp(features: int, out: int) -> nn.Sequential:
@@ -270,7 +264,7 @@ def along(solver: Equilibrium, x: Tensor, digits: Tensor) -> list[tuple[int, flo
     return [(k, percent(solved(y.argmax(-1) + 1 == digits))) for k, (y, _) in zip(at, states, strict=True)]
 
 
-def check(options: SudokuOptions) -> None:
+def check(options: Sudoku) -> None:
     """Read all of --data-root; raise StudyError for its faults."""
     if options.data_root:
         read_folder(Path(options.data_root))

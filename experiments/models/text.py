@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,10 @@ GAIN = 2.0  # of x relative to z, whose entries have size 1: the block is a cont
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(Options):
-    """Options of the models of text, which add their own."""
+class Text(Options):
+    """Options of the model."""
+
+    all_arms = ARMS
 
     width: int = option("model", "features of a character in the DEQ", 128, minimum=8)
     heads: int = option("model", "attention heads", 4, minimum=1)
@@ -50,6 +52,7 @@ class TextOptions(Options):
     max_iter: int = option("model", "most evaluations of a solve in training", 12, minimum=1)
     context: int = option("training", "characters of a sequence", 64, minimum=2)
     batch: int = option("training", "sequences of a step", 12, minimum=1)
+    steps: int = option("training", "training steps", 2000, minimum=1)
     lr: float = option("training", "largest learning rate of AdamW, falling to a tenth", 1e-3, above=0.0)
 
     def __post_init__(self) -> None:
@@ -61,23 +64,11 @@ class TextOptions(Options):
         """Numbers of the characters of a training step, (batch, context + 1)."""
         return text[torch.randint(len(text) - self.context, (self.batch, 1)) + torch.arange(self.context + 1)]
 
-    def rate(self, done: float, total: float, warm: float) -> float:
-        """Learning rate after `done` of `total`, with a warm-up and then a cosine."""
-        fallen = max(0.0, done - warm) / max(1.0, total - warm)
-        return self.lr * min((done + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * fallen))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text(TextOptions):
-    """Options of the model."""
-
-    all_arms = ARMS
-
-    steps: int = option("training", "training steps", 2000, minimum=1)
-
-
-Predict = Callable[[Tensor], tuple[Tensor, "deqfast.Solution | None"]]
-"""Map from numbers of characters (B, T) to logits of the next ones, and the Solution if there was a solve."""
+    def rate(self, step: int) -> float:
+        """Learning rate of a step: a warm-up, then a cosine."""
+        warm = min(100, self.steps // 10 + 1)
+        fallen = max(0, step - warm) / max(1, self.steps - warm)
+        return self.lr * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * fallen))
 
 
 class Corpus(NamedTuple):
@@ -90,7 +81,7 @@ class Corpus(NamedTuple):
     test: Tensor
 
 
-def load(options: TextOptions) -> Corpus:
+def load(options: Text) -> Corpus:
     """The text of --data-root, a file or all *.txt of a folder; or the topics of Python's help()."""
     if options.data_root is None:
         text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore").decode()
@@ -154,14 +145,6 @@ class Cell(nn.Module):
         return self(torch.cat([past, z], dim=1), x)[:, -1:]
 
 
-def initialise(model: nn.Module, blocks: int) -> None:
-    """Draw the matrices of a model as nanoGPT does, for `blocks` blocks that add to their inputs."""
-    for name, weight in model.named_parameters():
-        if weight.dim() == 2:
-            last = name.endswith(("out.weight", "down.weight"))
-            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * blocks) if last else 0.02)
-
-
 class Language(nn.Module):
     """Logits of the next character at every position, from numbers of characters (B, T)."""
 
@@ -179,7 +162,10 @@ class Language(nn.Module):
                 cell, solver, "jfb", eval_solver=eval_solver, drop_converged=True, warn=False
             )
         self.readout = nn.Linear(width, characters, bias=False)
-        initialise(self, max(1, blocks))
+        for name, weight in self.named_parameters():  # drawn as nanoGPT does
+            if weight.dim() == 2:
+                last = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * max(1, blocks)) if last else 0.02)
 
     def forward(self, indices: Tensor) -> tuple[Tensor, deqfast.Solution | None]:
         z, solution = self.embedding(indices), None
@@ -188,19 +174,14 @@ class Language(nn.Module):
         return self.readout(self.layers(z)), solution
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Optimiser of nanoGPT's small setting."""
-    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
-
-
 def train(run: Run) -> Outcome:
     """Train an arm by nanoGPT's recipe, and measure it."""
     options: Text = run.options
     corpus = load(options)
     model = Language(run.arm, options, len(corpus.characters))
-    optimizer, warm = adamw(model), min(100, options.steps // 10 + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
     for step in run.steps(options.steps, model=model, optimizer=optimizer):
-        optimizer.param_groups[0]["lr"] = options.rate(step, options.steps, warm)
+        optimizer.param_groups[0]["lr"] = options.rate(step)
         sequences = options.sequences(corpus.train)
         logits, solution = model.train()(sequences[:, :-1])
         loss = cross_entropy(logits.mT, sequences[:, 1:])
@@ -220,7 +201,7 @@ def train(run: Run) -> Outcome:
 
 
 @torch.no_grad()
-def evaluate(model: Predict, text: Tensor, context: int) -> dict[str, float]:
+def evaluate(model: Language, text: Tensor, context: int) -> dict[str, float]:
     """Mean loss over the consecutive sequences of a text, and statistics of the solves."""
     count, rows = (len(text) - 1) // context, list[dict[str, Tensor]]()
     pairs = (part[: count * context].view(count, -1).split(64) for part in (text[:-1], text[1:]))

@@ -25,15 +25,14 @@ BLACK, GREY, BLUE, SKY = "#000000", "#777777", "#0072B2", "#56B4E9"
 GREEN, ORANGE, VERMILLION, PURPLE = "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 CLASSES = matplotlib.color_sequences["petroff10"]
 KINDS = {  # colour and marker: beginnings of names, in lower case; the DEQ itself looks the same in all figures
-    (VERMILLION, "D"): ("deq", "residual", "implicit", "broyden", "solver", "carry"),
-    (PURPLE, "s"): ("deq-regularised", "deq-jfb", "deq, jfb", "jfb", "monotone", "hook", "solver-implicit"),
-    (ORANGE, "P"): ("deq-phantom", "deq from", "diagonal linear deq", "phantom", "subhomogeneous", "solver-last"),
-    (BLUE, "o"): ("explicit", "fnn", "diagonal network", "reversible", "anderson", "loops", "all-steps"),
-    (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "subhomogeneous-c", "loops-4-last")
-    + ("neumann", "picard", "plain"),
-    (SKY, "v"): ("explicit-norm", "explicit-connected", "shine", "internalised"),
-    (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled", "consistent"),
-    (BLACK, ""): ("recording", "loops-1"),
+    (VERMILLION, "D"): ("deq", "implicit", "broyden"),
+    (PURPLE, "s"): ("deq-jfb", "deq, jfb", "jfb", "hook"),
+    (ORANGE, "P"): ("deq-phantom", "deq from", "diagonal linear deq", "phantom"),
+    (BLUE, "o"): ("explicit", "fnn", "diagonal network", "reversible", "anderson"),
+    (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "neumann", "picard", "plain"),
+    (SKY, "v"): ("explicit-norm", "shine"),
+    (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled"),
+    (BLACK, ""): ("recording",),
 }
 
 matplotlib.use("Agg")  # no window, on any machine

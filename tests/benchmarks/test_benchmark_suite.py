@@ -102,7 +102,11 @@ def measured(case, copy, providers=("cpp",)):
 
 
 @pytest.mark.filterwarnings("ignore:deqfast. in ")  # cells so small need not contract
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.tier("full")] * (case.section == "rivals")) for case in SMALL],
+    ids=lambda case: case.name,
+)
 def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
     outcomes, contenders = suite.measure(case, case.providers_on("cpu"), "cpu", copy, **QUICK)
     assert list(outcomes) == case.providers_on("cpu")

@@ -48,6 +48,7 @@ def test_a_wrong_claim_is_counted_for_both_signs():
     assert row["false"] == 2 and row["missed"] == 1 and contest.cell(row) == "CONVERGED, false"
 
 
+@pytest.mark.tier("full")
 def test_the_command_prints_tables_and_writes_a_record(tmp_path):
     script = Path(contest.__file__).parents[1] / "classical.py"
     options = ("--only", "problem 18", "--solver", "Anderson", "--out", tmp_path / "a.json")

@@ -93,6 +93,7 @@ def step(one: Trainer, size: int, left_out: tuple[int, ...], tally: SolverTally)
         training.usable = real
 
 
+@pytest.mark.tier("full")
 def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(UNITS)
@@ -109,6 +110,7 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
         assert_same(found, expected, rtol=GRADIENT, atol=GRADIENT)
 
 
+@pytest.mark.tier("full")
 def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(KILLED)

@@ -111,6 +111,7 @@ def test_explicit_network_beats_the_etf_under_the_papers_bounds_on_backbone_feat
     assert optimum.loss >= theory.closed_form_loss(which, theory.largest_stretch(which))
 
 
+@pytest.mark.tier("full")
 def test_what_a_layer_gains_at_small_bounds_is_its_identity():
     """K = 4: to first order sqrt(E_W E_H) times the largest stretch."""
     gains = {layer: solve(problem(layer, "backbone", e_w=0.01, e_h=0.01)).below_chance for layer in LAYERS}
@@ -130,22 +131,19 @@ def test_vacuous_claims_say_nothing():
     assert theory.all_ratios_above_one([0.5, None]) == theory.FAILS
 
 
-def test_the_committed_numbers_give_the_committed_verdicts_and_account():
+def test_the_committed_numbers_give_the_committed_verdicts():
     result = json.loads((RESULTS / "layer_peeled.json").read_text())
     assert json.loads(json.dumps(theory.claims_of(result))) == result["claims"] and len(result["claims"]) == 169
     assert markdown(result) == (RESULTS / "layer_peeled.md").read_text()
     assert not local_minima(result)
     etf = {(one["model"], one["e_w"]): one["verdict"] == theory.HOLDS for one in result["claims"] if is_etf(one)}
     assert etf == {("explicit", 0.01): False, ("deq", 0.01): False, ("explicit", 100): False, ("deq", 100): True}
-    page = " ".join((EXPERIMENTS.parent / "docs" / "pages" / "study.md").read_text().split())
     met = [
         model["condition"]["met"]
         for bounds in result["imbalanced"]["bounds"]
         for model in bounds["comparisons"]["own optimum"]["models"].values()
     ]
     assert 0 < max(met) < 100, "the condition of NC2 is met for some pairs of classes, not for all"
-    assert "the explicit optimum is not a simplex" in page
-    assert "a simplex at $E_W = 100$ and $E_H = 0.5$ (to $10^{-7}$), and not at $E_W = E_H = 0.01$" in page
 
 
 def is_etf(claim):
@@ -159,7 +157,6 @@ def test_the_committed_text_is_made_again_without_solving(tmp_path, monkeypatch,
     (tmp_path / "layer_peeled.json").write_bytes((RESULTS / "layer_peeled.json").read_bytes())
     assert layer_peeled.main(["--report", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "layer_peeled.md").read_text() == (RESULTS / "layer_peeled.md").read_text()
-    assert "E_W = 100, E_H = 0.5: explicit no ETF, DEQ an ETF" in (tmp_path / "layer_peeled.md").read_text()
 
 
 def test_small_run_from_end_to_end_is_the_same_every_time(tmp_path, capsys):

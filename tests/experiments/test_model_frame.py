@@ -43,6 +43,7 @@ def call(tmp_path, *arguments: str) -> int:
     return main("lines", "Lines.", example, ["--out", str(tmp_path), "--jobs", "1", *arguments])
 
 
+@pytest.mark.tier("full")
 def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
     assert call(tmp_path, "--seeds", "1", "--arms", "one,one") == 0
     record = json.loads((tmp_path / "one-seed0.json").read_text())
@@ -69,6 +70,7 @@ def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, cut_off
         train(again)
 
 
+@pytest.mark.tier("full")
 def test_a_damaged_record_takes_no_other_run_with_it(tmp_path, capsys):
     """The table and the figure have the others, and the damaged ones are named."""
     given = ("--seeds", "2", "--arms", "one", "--resume")

@@ -12,43 +12,25 @@ import model
 import numpy as np
 import pytest
 import torch
-from models import cells, flipflop, frame, graphs, images, looped, looped_text, restoration, scf, sudoku, text
+from models import frame, graphs, restoration, scf, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
 from runs.options import StudyError, parsed
 from study_helpers import EXPERIMENTS
 
-import deqfast
 from deqfast.testing import after_solve, rounding
 
 GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
-FLIPFLOP = flipflop.FlipFlop(bits=1, width=4, steps=3, batch_size=2, length=5, starts=6, descents=3)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
-LOOPED = looped_text.LoopedText(budget=40, batch=2, context=16, width=16, heads=2)
-SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "width": 4, "batch_size": 2}
+SUDOKU = sudoku.Sudoku(size="4", starts=2, puzzles=8, tests=4, steps=2, evaluations=3, width=4, batch_size=2)
 SCF = scf.Scf(molecules=3, chains=2, atoms=8, evaluations=40, repeats=1)
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
 SCRIPTS = {  # with small options, a score and its range, and a score that only solves have
-    "cells": (cells, cells.Cells(epochs=1, images=16, batch=8, width=4, features=4), ("accuracy", 0, 100), "converged"),
-    "flipflop": (flipflop, FLIPFLOP, ("points", 0, 30), "starts converged, %"),
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
-    "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
-    "looped": (
-        looped,
-        looped.Looped(size="4", seconds=1e-3, served=40, **SUDOKU),
-        ("boards, %", 0, 100),
-        "carry: rows",
-    ),
-    "looped_text": (looped_text, LOOPED, ("loss, test", 2, 5), "evaluations, training"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
     "scf": (scf, SCF, ("molecules: evaluations", 1, 40), "molecules: converged, %"),
-    "sudoku": (
-        sudoku,
-        sudoku.Sudoku(size="4", starts=2, **SUDOKU),
-        ("boards, any start, %", 0, 100),
-        "evaluations a solve",
-    ),
+    "sudoku": (sudoku, SUDOKU, ("boards, any start, %", 0, 100), "evaluations a solve"),
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
 }
 
@@ -59,12 +41,12 @@ COMMAND = r"^python experiments/model\.py (\w+)((?: [^#\n]+)?)"
 def few_data(monkeypatch):
     monkeypatch.setattr(graphs, "LENGTHS", (2, 5))
     monkeypatch.setattr(graphs, "CHAINS", {"train": 2, "valid": 2, "test": 3})
-    monkeypatch.setattr(images, "SHAPES", {"train": 40, "test": 20})
     monkeypatch.setattr(text, "topics", {"a": "The quick brown fox jumps over the lazy dog.\n" * 30})
     monkeypatch.setattr(text, "WRITTEN", 20)
 
 
 # Torch says once per process that these tensors may still change; deepinv that its cost lacks the prior.
+@pytest.mark.tier("full")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:No explicit prior has been given")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
@@ -74,16 +56,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         run.measure()
     records = [run.record for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
-    solved = (
-        "deq",
-        "deq-regularised",
-        *cells.ARMS,
-        *flipflop.ARMS,
-        *scf.ARMS,
-        *looped.ARMS,
-        *looped_text.ARMS[3:],
-        *["explicit-parameters"] * (name == "sudoku"),
-    )
+    solved = ("deq", *scf.ARMS, *["explicit-parameters"] * (name == "sudoku"))
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
     frame.show(name, records, frame.png(script.EXAMPLE.draw(records)), tmp_path)
     shown = capsys.readouterr().out
@@ -94,34 +67,17 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:No explicit prior has been given")
-@pytest.mark.parametrize(("name", "given"), [("images", {"images": 32}), ("restoration", {"steps": 3})])
-def test_a_run_that_was_cut_off_counts_all_evaluations(name, given, tmp_path, cut_off):
-    script, options, *_ = SCRIPTS[name]
-    options = replace(options, tol=0.02, **given)  # so that evaluations differ between steps
+def test_a_run_that_was_cut_off_counts_all_evaluations(tmp_path, cut_off):
+    options = replace(RESTORATION, tol=0.02, steps=3)  # so that evaluations differ between steps
 
     def train():
         torch.manual_seed(0)
-        return script.train(Run(script.train, options, tmp_path, "deq", seed=0)).scores["evaluations, training"]
+        run = Run(restoration.train, options, tmp_path, "deq", seed=0)
+        return restoration.train(run).scores["evaluations, training"]
 
     whole = train()
     cut_off(train)
     assert (tmp_path / "deq-seed0.ckpt").exists() and train() == pytest.approx(whole)
-
-
-def test_a_descent_and_anderson_find_the_points_of_a_known_step(monkeypatch):
-    """h <- tanh(2 h), of which 0 is unstable and the two others are stable."""
-    options = flipflop.FlipFlop(width=1, descents=2000)
-    model = flipflop.Memory(options).double()
-    monkeypatch.setattr(model, "step", lambda states: torch.tanh(2 * states))
-    starts = torch.linspace(-1.1, 1.1, 23, dtype=torch.float64)[:, None]
-    ends = flipflop.descended(model, starts, options)
-    found = [
-        deqfast.find_fixed_points(model.step, one, deqfast.Anderson(1e-8, 100, atol=1e-8)) for one in (starts, ends)
-    ]
-    for one in found:
-        assert len(one.value) == 3 and int(one.stable.sum()) == 2
-    gaps = (ends - found[0].value.flatten()).abs().min(dim=1).values
-    assert float(gaps.max()) < 1e-3
 
 
 def test_the_commands_of_the_pages_are_understood():
@@ -132,33 +88,7 @@ def test_the_commands_of_the_pages_are_understood():
     assert {name for name, _ in found} == {*SCRIPTS} == {*model.MODELS}
 
 
-def applications(monkeypatch, arm):
-    """Applications of the cell in a step of training, by whether they are differentiated, and the model."""
-    seen = {False: 0, True: 0}
-    forward = text.Cell.forward
-
-    def counted(self, z, x):
-        seen[torch.is_grad_enabled()] += 1
-        return forward(self, z, x)
-
-    monkeypatch.setattr(text.Cell, "forward", counted)
-    torch.manual_seed(0)
-    options = looped_text.LoopedText(batch=2, context=16, width=16, heads=2, tol=1e-4)
-    language = looped_text.Looped(arm, options, 10)
-    return seen, language, language(torch.randint(10, (2, 16)))
-
-
-@pytest.mark.parametrize("arm", looped_text.ARMS)
-def test_the_budget_counts_what_an_arm_applies(arm, monkeypatch):
-    seen, language, (logits, solution) = applications(monkeypatch, arm)
-    assert logits.requires_grad and (language.added > 0) == (arm in ("internalised", "consistent"))
-    assert language.used == seen[False] + 3 * (seen[True] + looped_text.TRUNK)
-    assert (solution is None) == (arm in looped_text.LOOPS)
-
-
 def test_twins_have_as_many_parameters():
-    deq = images.Classifier("deq", images.Images(width=16))
-    assert count_parameters(images.ResNet(deq)) == pytest.approx(count_parameters(deq), rel=0.1)
     written = [text.Language(arm, text.Text(), 65) for arm in ("deq", "explicit-parameters")]
     assert count_parameters(written[1]) == pytest.approx(count_parameters(written[0]), rel=0.05)
 
@@ -249,8 +179,6 @@ REFUSED = [
     (graphs.Graphs, cora(y=None), {"data": "cora"}, "cora.npz cannot be read .*y is not"),
     (graphs.Graphs, cora(edges=np.zeros((0, 2), int)), {"data": "cora"}, r"edges must be \(E, 2\) with E > 0"),
     (graphs.Graphs, cora(edges=np.array([[0, 99]])), {"data": "cora"}, "edges must join .* 0 to 5, not 0 and 99"),
-    (images.Images, {}, {}, "cifar-10-batches-py"),
-    (images.Images, {}, {"data_root": None, "images": 37}, "--images 37: there are 36"),
     (restoration.Restoration, {}, {}, "Train400"),
     (restoration.Restoration, folders(), {"patch": 21}, "--patch 21: at most 20"),
     (restoration.Restoration, folders() | {"Set12/a.png": b"no image"}, {"patch": 16}, "Set12/a.png"),
@@ -271,21 +199,6 @@ def test_data_that_cannot_serve_are_named_in_a_line(kind, files, options, said, 
     with pytest.raises(StudyError, match=said) as error:
         example.check(given(kind, files, **options))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("scales", [1, 2, 3])
-def test_first_solves_of_images_converge(scales):
-    torch.manual_seed(0)
-    found = images.Classifier("deq", images.Images(scales=scales, max_iter=30))(torch.randn(4, 3, 32, 32))
-    assert found.logits.shape == (4, 10) and len(found.z) == scales and found.solution.converged.all()
-
-
-def test_augmentation_moves_and_mirrors_images_by_themselves():
-    torch.manual_seed(0)
-    given = torch.arange(3 * 32 * 32.0).reshape(1, 3, 32, 32).repeat(20, 1, 1, 1) + 1
-    moved = images.augment(given)
-    assert moved.shape == given.shape and len(moved.flatten(1).unique(dim=0)) > 10
-    assert bool(((moved == 0) | torch.isin(moved, given)).all())
 
 
 @pytest.mark.parametrize("task", ["deblur", "inpaint"])

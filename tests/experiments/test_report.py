@@ -8,14 +8,12 @@ import re
 import pytest
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
-from nc_study.reporting.report import facts, findings, write
+from nc_study.reporting.report import findings, write
 from nc_study.reporting.runs import Collection, collect
-from nc_study.reporting.verdicts import progress
 from runs.options import StudyError
 from study_helpers import EXPERIMENTS, run_script
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'
-STUDY_PAGE = EXPERIMENTS.parent / "docs" / "pages" / "study.md"
 
 
 def text_of(page):
@@ -78,59 +76,16 @@ def test_tables_escape_what_they_hold_and_align_numbers():
     assert NASTY in text_of(to_html("title", text, EXPERIMENTS)), "HTML shows what was written"
 
 
-def test_the_documentation_says_what_the_committed_results_do():
-    groups = collect([EXPERIMENTS / "results" / "protocol"]).groups
-    _, said, _ = re.split("<!-- (?:end of )?findings -->", STUDY_PAGE.read_text())
-    assert [" ".join(one.split()) for one in said.strip().removeprefix("- ").split("\n- ")] == findings(groups)
-    done, needed = progress(groups[0])
-    readme = " ".join((EXPERIMENTS.parent / "README.md").read_text().split())
-    assert f"{done} of the {needed} preregistered runs are finished" in readme
-    known = facts(groups)
-    claims, tuned = known["claims"], known["tuned"][0]
-    normalised, deq, *_ = known["pooled"]
-    mean, interval = claims["A1"].shown.split(maxsplit=1)
-    as_tuned, moved = (
-        float(str(tuned[name]).split()[0])
-        for name in ("DEQ less explicit, as tuned", "explicit with the DEQ's values, less as tuned")
-    )
-    assert [claims[name].verdict for name in ("A1", "N1", "N3")] == ["inconclusive", "inconclusive", "supported"]
-    said = [
-        f"The DEQ's accuracy is {mean} points {interval} from the explicit network's",
-        f"The paper's gain in these settings, {known['gain']:+.2f} on average, is outside",
-        f"those of its cell evaluated once (centred NC2 {claims['N3'].shown})",
-        f"NC1 {deq['NC1']}, centred NC3 {deq['NC3 centred']}, minority accuracy {deq['minority']} points",
-        f"the DEQ is at {deq['NC2'][:6]}, of which its final normalisation by itself gives {normalised['NC2'][:6]}",
-        "All arms share one recipe, which is the explicit network's optimum" if known["recipe"] else None,
-        f"the DEQ lost {-as_tuned:.1f} points at {tuned['setting']}.",
-        f"With the DEQ's rate and decay the explicit network loses {-moved:.1f}.",
-        f"{len(known['not_run'])} of the 20 settings that lack a pair of DEQ and explicit network",
-        f"often miss a difference below {claims['A1'].found.detectable(0.05):.1f} points",
-    ]
-    assert not [sentence for sentence in said if sentence not in readme]
-
-
+@pytest.mark.tier("full")
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(EXPERIMENTS.parent)
     monkeypatch.setattr("nc_study.figures.features_figure", lambda *_: "a t-SNE takes seconds")
     monkeypatch.setattr("nc_study.reporting.report.png", lambda figure: b"as does drawing")
     assert run_script("report.py", "experiments/results/protocol", "--out", str(tmp_path)) == 0
-    printed = capsys.readouterr().out
-    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "tuned arm by arm" in printed
+    assert f"markdown: {tmp_path / 'report.md'}\n" in capsys.readouterr().out
     committed = EXPERIMENTS / "results" / "report"
     for name in ("report.md", "appendix.md", "provenance.md"):
         assert (tmp_path / name).read_text() == (committed / name).read_text()
-    assert (committed / "report.md").stat().st_size <= 20_000
-    names = {path.name for path in (committed / "figures").iterdir()}
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == names
-    pictures = 0
-    for name in ("report", "appendix", "provenance"):
-        page = (tmp_path / f"{name}.html").read_text()
-        links = re.findall(r"""(?:src|href|srcset|data)=["']([^"']*)""", page)
-        pictures += sum(link.startswith("data:image/png;base64,") for link in links)
-        known = ("data:image/png;base64,", "#", "appendix.html", "provenance.html")
-        assert all(link.startswith(known) for link in links), "the pages need nothing else"
-        assert not re.search("<(script|link|iframe|object|embed)|@import|url\\(|http", page)
-    assert pictures == len(names)
 
 
 def test_errors_are_told_in_a_line(made_up, tmp_path, capsys):

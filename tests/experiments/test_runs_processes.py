@@ -47,6 +47,7 @@ class Writing(Run):
         return self.path.read_text()
 
 
+@pytest.mark.tier("full")
 def test_a_run_that_fails_stops_no_other_and_says_why(tmp_path, capsys):
     runs = [Writing(tmp_path / f"{name}.json") for name in ("refused", "broken", "good", "killed", "empty", "before")]
     runs[-1].path.write_text("before")
@@ -125,6 +126,7 @@ def begun(folder, name):
     return [int(word) for word in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.tier("full")
 def test_workers_end_with_their_parent_and_no_run_has_two(tmp_path):
     """The parent is killed, and a worker that is stopped outlives it: only the other run is done again."""
     arguments = SLOW, str(tmp_path), "a", "b"

@@ -95,6 +95,7 @@ def test_run_writes_a_report_resumes_and_refuses_other_sizes(small, tmp_path, mo
     assert "- Left out: " in (tmp_path / "quick" / "report.md").read_text()
 
 
+@pytest.mark.tier("full")
 def test_a_unit_with_a_damaged_record_is_named_and_takes_no_other_with_it(small, tmp_path, capsys):
     jobs = frame.jobs_of(tmp_path / "full", small, "full")
     for job in jobs:
@@ -250,6 +251,7 @@ def test_steep_errors_are_in_units_of_the_zero_functions(concentrated):
     assert shifted == pytest.approx(float((y / 2 - 0.01).square().mean() / y.square().mean()), rel=3e-2)
 
 
+@pytest.mark.tier("full")
 def test_steep_section_judges_both_kinds_of_training(monkeypatch):
     sizes = steep.Sizes((2,), networks.Course(2, 16, (0.01,), 1), 2)
     results = {unit: steep.measure(sizes, unit) for unit in steep.units(sizes)}
@@ -290,6 +292,7 @@ def test_diagonal_deq_on_both_signs_is_linear():
         torch.testing.assert_close(network(x), x @ x.new_tensor([0.5, 0.0, 2.0]) + 0.25)
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("rule", diagonal.RULES, ids=lambda rule: rule.name)
 def test_hold_out_ends_where_the_conserved_quantity_says(rule, monkeypatch):
     monkeypatch.setattr(gotu, "DESCENT", (0.02, 400))
@@ -303,6 +306,7 @@ def test_hold_out_from_small_weights_is_the_minimum_degree_interpolators():
     assert errors == pytest.approx([4 * gotu.HELD**2] * 2, rel=1e-3)
 
 
+@pytest.mark.tier("full")
 def test_gotu_section_shows_networks_and_the_interpolator(monkeypatch):
     monkeypatch.setattr(gotu, "DESCENT", (0.02, 20))
     sizes = gotu.Sizes(networks.Course(2, 16, (0.01,), 1), (1.0,), 1)
@@ -331,6 +335,7 @@ def test_features_are_those_of_the_network_and_their_density_is_known():
         assert sum(heatmap.magnitudes(fnn, x)) == pytest.approx(float(fnn(x).mean()))
 
 
+@pytest.mark.tier("full")
 def test_heatmap_section_compares_networks_with_their_start():
     sizes = heatmap.Sizes(networks.Course(2, 16, (0.01,), 1), 2)
     found = heatmap.section(sizes, {unit: heatmap.measure(sizes, unit) for unit in heatmap.units(sizes)})
@@ -355,34 +360,6 @@ def test_what_is_committed_is_what_the_records_say():
         claims |= {claim.claim: claim.verdict for claim in section.claims}
         plt.close("all")  # which a report does when it saves them
     assert len(claims) > 20 and claims.items() <= reported.items()
-
-
-def test_the_page_says_what_the_committed_verdicts_are():
-    """Each sentence of the page with the verdict that it repeats: it must change with it."""
-    root = Path(separation.__file__).parents[1]
-    reported = verdicts_of(root / "experiments/results/separation/full/report.md")
-    page = " ".join((root / "docs/pages/separation.md").read_text().split())
-    expected = {
-        "**Here this does not hold**": ("the maps of deq-implicit are broader than those of explicit", FAILS),
-        "and a difference is not shown. On 2^3": (
-            "k1: trained, the DEQ's error is below the FNN's at equal parameters",
-            OPEN,
-        ),
-        "On 2^3 pieces (k = 3) the DEQ is worse": (
-            "k3: trained, the DEQ's error is below the FNN's at equal FLOPs",
-            FAILS,
-        ),
-        "so nothing is compared there": (
-            "k5, k10, k15: trained, the DEQ's error is below the FNN's at equal FLOPs",
-            OPEN,
-        ),
-        "On the steep function of d = 6, the DEQ's largest weight is half": ("d6: at comparable loss", HOLDS),
-        "and no difference shows": ("d12: at comparable loss", OPEN),
-        "(p = 0.06, not distinguishable)": ("d6: under the same bound", OPEN),
-    }
-    for sentence, (claim, verdict) in expected.items():
-        assert sentence in page
-        assert [one for name, one in reported.items() if claim in name] == [verdict], sentence
 
 
 def test_sections_are_written_again_from_records_and_others_stay(small, tmp_path):

@@ -67,6 +67,7 @@ def test_claims_are_paired_by_seed_and_need_maps_that_do_not_survive(seeds, shif
     assert claim.reason.endswith("these networks are 25% accurate, and a map has 4 positions")
 
 
+@pytest.mark.tier("full")
 def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypatch, capsys):
     assert study("--epochs", "1")[0] == 0
     monkeypatch.setattr(saliency, "SALIENCY", replace(saliency.SALIENCY, sizes={"quick": TINY}))

@@ -43,6 +43,7 @@ def results(out):
     return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
 
 
+@pytest.mark.tier("full")
 def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     """Three runs, two at a time: with a damaged checkpoint, whole, and with a file in place of its folder."""
     bad, good, none = (folder_of("--epochs", "1", seed=seed) for seed in range(3))

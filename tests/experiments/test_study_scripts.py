@@ -95,6 +95,7 @@ def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(t
     assert not list((tmp_path / "data").iterdir())
 
 
+@pytest.mark.tier("full")
 def test_kill_9_and_resume_end_in_the_same_bits(whole, study, tmp_path):
     """111 images are 7 steps per epoch: killed in the DEQ's second epoch, after three of the explicit network."""
     killed = python("-c", KILLED, *TINY, "--out", str(tmp_path), environment={"KILL": "32"})

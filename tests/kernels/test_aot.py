@@ -16,6 +16,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize("kernels", GROUPS, ids=lambda kernels: kernels[0])
 @pytest.mark.parametrize("architecture", [80, 86, 90])
 def test_code_of_every_kernel_is_within_its_limits(architecture, kernels):

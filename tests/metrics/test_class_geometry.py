@@ -119,6 +119,7 @@ def optimum(not_negative):
     return weight.detach(), (free.square() if not_negative else free).detach()
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(("not_negative", "name"), [(True, "orthogonal"), (False, "seli")])
 def test_the_targets_are_the_optima_of_free_features(not_negative, name):
     """A penalty lets margins be short by a share of 1 / PENALTY, times norms of order 1 over sizes of 1 to 8."""

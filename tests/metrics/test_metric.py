@@ -354,6 +354,7 @@ def from_two_processes(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 
+@pytest.mark.tier("full")
 @list_and_streaming
 @pytest.mark.parametrize("name", SHARES)
 def test_two_processes_equal_one(from_two_processes, name, streaming):
