@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import choose_kernel
+from ..ops import Kernel, choose_kernel
 from ..ops.steps import StopRule
 from ..solution import Solution
 from ..solvers import Solver
 from ..solvers.base import State
-from ..solvers.multisecant import Multisecant, begun_state
-from ..state.floors import float32_products_eps
+from ..solvers.multisecant import Multisecant
+from ..state.floors import PRECISIONS
 from ..state.packing import Packing
 from ..torch_internals import pytree
 from .loop import Compaction, StopFn, iterate, recording, stopping, watch_of, whole
@@ -79,6 +79,7 @@ class Solve:
         self.kernel = choose_kernel(options.kernel, self.packing.device)
         self.max_iter = self.solver.max_iter if self.packing.batch else 0
         self.patience = self.solver.patience
+        self._init = init_of(options)
         self._rules: dict[Any, StopRule] = {}
 
     def __call__(self, f: Callable[..., Any], z0: Any, is_fresh: bool = False, keep: Keep | None = None) -> Solution:
@@ -113,7 +114,7 @@ class Solve:
                 rows = z0
             else:
                 rows = check_finite(self.packing.pack(z0))
-            state = begun_state(self.solver, rows, self.kernel, self.options.keeps_inverse)
+            state = self._init(rows, self.kernel)
             if self.options.trace:
                 state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
         return state
@@ -198,6 +199,12 @@ def not_finite(finite: Tensor) -> ValueError:
     return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
 
 
+def init_of(options: Options) -> Callable[[Tensor, Kernel], State]:
+    """Function that makes the state of a solve from its rows."""
+    solver = options.solver
+    return solver.init_pairs if options.keeps_inverse and isinstance(solver, Multisecant) else solver.init
+
+
 def check_inverse(solver: Solver) -> None:
     """Raise ValueError if an inverse is to be kept and the solver has none."""
     if not isinstance(solver, Multisecant):
@@ -221,7 +228,7 @@ def layout_of(z: Any) -> Any:
             return None
         device = z.device
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        return z.shape, z.stride(), z.dtype, device, autocast, float32_products_eps(device)
+        return z.shape, z.stride(), z.dtype, device, autocast, *[p.fp32_precision for p in PRECISIONS[device.type]]
     leaves, spec = pytree.tree_flatten(z)
     if not leaves or not all(isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested for t in leaves):
         return None

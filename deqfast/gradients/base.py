@@ -126,10 +126,11 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
     """
     if not recorded.is_differentiable:
         return value
-    values, spec = pytree.tree_flatten(value)
+    values, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
     sources = recorded.sources if rule.has_second_derivatives else []
     to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources or recorded.given)
-    return pytree.tree_unflatten(list(_Attach.apply(to, *recorded.outputs, *sources)), spec)
+    attached = list(_Attach.apply(to, *recorded.outputs, *sources))
+    return attached[0] if spec is None else pytree.tree_unflatten(attached, spec)
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.solve import Options
 from ..ops.double_backward import NoDoubleBackward
-from ..state.groups import Groups
 from ..torch_internals.transforms import forward_mode, over_members, without_tangent
 
 Tensors = list[Tensor]
@@ -234,9 +234,10 @@ def _linearisation(ctx: Any, tensors: Tensors, needed: Sequence[bool]) -> Linear
     )
 
 
-def groups_of_members(groups: Groups | None, members: int) -> Groups | None:
-    """Groups of a solve of several members of a vmap, folded into one batch."""
-    return groups if groups is None or members == 1 else groups.repeated(members)
+def of_members(options: Options, members: int) -> Options:
+    """Options of a solve of several members of a vmap, folded into one batch."""
+    groups = options.groups
+    return options if groups is None or members == 1 else replace(options, groups=groups.repeated(members))
 
 
 def transpose(product: Callable[[Tensors], Any], at: Tensors) -> Callable[[Tensors], Any]:

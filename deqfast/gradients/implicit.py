@@ -95,7 +95,9 @@ class Implicit(Adjoint):
         return _Implicitly(self._solve(plan), pytree.tree_structure(plan.z0))
 
     def _solve(self, plan: Plan) -> LinearSolve:
-        return LinearSolve.of(plan, as_solver(self.solver or DEFAULT_SOLVER))
+        solver = self.solver or DEFAULT_SOLVER
+        assert isinstance(solver, Solver)  # the constructor has replaced a name
+        return LinearSolve.of(plan, solver)
 
 
 class _Inverted(Rule):

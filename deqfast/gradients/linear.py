@@ -17,7 +17,7 @@ from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import known_finite, per_row, rows_of
 from ..torch_internals import pytree
-from .derivative import groups_of_members
+from .derivative import of_members
 from .linearised import Product
 
 Products = Callable[[list[Tensor]], Sequence["Tensor | None"]]
@@ -69,8 +69,8 @@ class LinearSolve:
         if not all(map(known_finite, right)):
             finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in right]).all(dim=0)
             start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
-        groups = groups_of_members(self.options.groups, members)
-        options = self.options if groups is self.options.groups else replace(self.options, groups=groups)
+        options = self.options if members == 1 else of_members(self.options, members)
+        groups = options.groups
         # The system is linear: with a right-hand side of size 1 the scale of the loss does not matter. Beyond 2^100 the
         # factor would not be representable.
         factors = factors_of(options.scale, spec)

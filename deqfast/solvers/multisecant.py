@@ -113,8 +113,3 @@ class Multisecant(Solver):
         method, _, beta, ridge = self.method()
         product = state.kernel.op("multisecant_transposed")
         return product(v, state.left, state.df, state.gram, newest, count, method, 1.0, beta, ridge)
-
-
-def begun_state(solver: Solver, z: Tensor, kernel: Kernel, keeps_inverse: bool) -> State:
-    """State of a solve from `z` (B, D), with the history of ``Multisecant.transposed_inverse`` if it is to be kept."""
-    return solver.init_pairs(z, kernel) if keeps_inverse and isinstance(solver, Multisecant) else solver.init(z, kernel)

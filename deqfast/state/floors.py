@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,8 +17,11 @@ from ..torch_internals.dynamo import constant_in_traces
 _UNITS_OF_VALUES, _UNITS_OF_FACTORS = ROUNDINGS_OF_STALL_FLOOR, 0.25
 # Kept, because torch.backends takes microseconds to find them.
 _backends: Any = torch.backends
-_CUDA = _backends.cuda.matmul, _backends.cudnn.conv
-_MKLDNN = _backends.mkldnn.matmul, _backends.mkldnn.conv
+PRECISIONS: dict[str, tuple[Any, ...]] = defaultdict(
+    tuple,
+    cpu=(_backends.mkldnn.matmul, _backends.mkldnn.conv),
+    cuda=(_backends.cuda.matmul, _backends.cudnn.conv),
+)
 _ON_CPUS = {"bf16": torch.finfo(torch.bfloat16).eps}
 _ON_GPUS = {"tf32": 2.0**-10, **_ON_CPUS}
 
@@ -28,13 +32,10 @@ def float32_products_eps(device: torch.device) -> float:
 
     On CPUs these mean bf16 only.
     """
-    if device.type == "cpu":
-        (products, convolutions), factors = _MKLDNN, _ON_CPUS
-    elif device.type == "cuda" and _has_tf32(device.index):
-        (products, convolutions), factors = _CUDA, _ON_GPUS
-    else:
-        return 0.0
-    return max(factors.get(products.fp32_precision, 0.0), factors.get(convolutions.fp32_precision, 0.0))
+    factors = (
+        _ON_CPUS if device.type == "cpu" else _ON_GPUS if device.type == "cuda" and _has_tf32(device.index) else {}
+    )
+    return max([factors.get(part.fp32_precision, 0.0) for part in PRECISIONS[device.type]], default=0.0)
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
     packing = Packing(z0, options.groups, options.scale)
     kernel, z = replace(choose_kernel(name, packing.device), in_graph=True), packing.pack(z0)
     if packing.groups is None and kernel.name == KERNEL:
-        loop = loop_of(packing, solver, z, kernel)
+        loop = loop_of(packing, options, z, kernel)
         try:
             results = solve_in_code(lambda z, _: f(z), None, loop, z, loop.new_history(packing.batch), next(_solves))
         except Exception as error:

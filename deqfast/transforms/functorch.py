@@ -25,7 +25,7 @@ from ..engine.plan import Plan
 from ..engine.solve import Solve
 from ..gradients import Adjoint
 from ..gradients.base import confirmed
-from ..gradients.derivative import StateFunction, Tensors, attached, groups_of_members, on_values
+from ..gradients.derivative import StateFunction, Tensors, attached, of_members, on_values
 from ..gradients.unrolled import Iterated
 from ..solution import Solution
 from ..state.packing import Packing
@@ -80,7 +80,7 @@ def solve_values(plan: Plan) -> Solution:
         def cell(z: Any) -> Any:
             return pytree.tree_unflatten(f(pytree.tree_leaves(z)), spec)
 
-        options = replace(plan.options, groups=groups_of_members(plan.groups, members))
+        options = of_members(plan.options, members)
         start = pytree.tree_unflatten(z0, spec)
         solution = Solve(start, options)(cell, start)
         leaves = pytree.tree_leaves(solution.value)

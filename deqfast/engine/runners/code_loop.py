@@ -19,8 +19,9 @@ from ...ops.steps import PROGRESS
 from ...ops.steps.loops import PARTS, c_functions
 from ...solvers import Anderson, Broyden, Picard, Solver
 from ...solvers.base import State
-from ...solvers.multisecant import MultisecantState, begun_state
+from ...solvers.multisecant import MultisecantState
 from ...state.packing import Packing
+from ..solve import Options, init_of
 
 KERNEL = "cpp"  # the kernel whose steps are C functions
 IS_NEW = TorchVersion(torch.__version__) >= "2.14"
@@ -75,9 +76,9 @@ def serves(solver: Solver) -> bool:
     return type(solver) in (Picard, Anderson, Broyden)
 
 
-def loop_of(packing: Packing, solver: Solver, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> Loop:
+def loop_of(packing: Packing, options: Options, z: Tensor, kernel: Kernel) -> Loop:
     """Loop for batches of any size with samples like the rows z (B, D), if the loop ``serves`` the solver."""
-    start = begun_state(solver, z[:0], kernel, keep_inverse)
+    solver, start = options.solver, init_of(options)(z[:0], kernel)
     name, _, numbers = solver.operation(start)
     parts, dim = PARTS[name], z.shape[1]
     histories = [getattr(start, part) for part in parts.history] or [z.new_empty(0)]
@@ -92,7 +93,7 @@ def loop_of(packing: Packing, solver: Solver, z: Tensor, kernel: Kernel, keep_in
         integers=1 + len(parts.counts),
         history=(len(parts.history), *histories[0].shape[1:]),
         history_dtype=histories[0].dtype,
-        keep_inverse=keep_inverse,
+        keep_inverse=options.keeps_inverse,
     )
 
 

@@ -48,7 +48,7 @@ class Compiled:
             z = packing.pack(z0)
             if key not in self._loops:
                 _check(packing, options)
-                self._loops[key] = loop_of(packing, solver, z, Kernel(KERNEL), options.keeps_inverse)
+                self._loops[key] = loop_of(packing, options, z, Kernel(KERNEL))
             loop = self._loops[key]
             if not packing.batch:
                 return Solve(z0, options)(cell, z0, keep=keep)
