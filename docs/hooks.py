@@ -11,6 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 from deqfast.api.refusals import REFUSED
+from deqfast.engine.refusals import name_of
 
 PAGES = Path(__file__).parent / "pages"
 TABLE = "<!-- what does not go together -->"
@@ -44,7 +45,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
     A missing figure fails the build. In tables a number and its unit stay on one line.
     """
-    rows = [f"| `{way}` | `{option}` | {why} |" for way, refused in REFUSED.items() for option, why in refused.items()]
+    refusals = [(name_of(way), name_of(of), why) for way, refused in REFUSED.items() for of, why in refused.items()]
+    rows = [f"| `{way}` | `{option}` | {why} |" for way, option, why in refusals]
     table = "\n".join(["| way of running | refuses | because |", "|---|---|---|", *rows])
     lines = markdown.replace(TABLE, table).split("\n")
     markdown = "\n".join(UNIT.sub("\N{NO-BREAK SPACE}", line) if line.startswith("|") else line for line in lines)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from deqfast import DEQBlock, Implicit, MixedAnderson
+from deqfast import DEQBlock, Implicit, MixedAnderson, Picard
 from deqfast.api.refusals import REFUSED
+from deqfast.engine.refusals import name_of
 
 OPTIONS = {
     "drop_converged": {"drop_converged": True},
@@ -54,7 +55,9 @@ class Model(nn.Module):
         return self.call(x)
 
 
-@pytest.mark.parametrize(("way", "option"), [(way, option) for way in REFUSED for option in REFUSED[way]])
+@pytest.mark.parametrize(
+    ("way", "option"), [(name_of(way), name_of(option)) for way in REFUSED for option in REFUSED[way]]
+)
 def test_refused(way, option):
     def run():
         cell = Prepared() if option == "begin_solve" else Cell()
@@ -87,9 +90,31 @@ def test_a_compiled_backward_solve_refuses_what_the_forward_solve_does():
     DEQBlock(Cell(), adjoint=adjoint, compile="forward")  # its backward solve is the ordinary loop
 
 
+class OwnSolver(Picard):
+    """A user's solver, whose step is not deqfast's."""
+
+    def advance(self, state, fz, k, last):
+        super().advance(state, fz, k, last)
+
+
+def test_refusals_go_by_type_not_by_name():
+    own = type("Auto", (OwnSolver,), {})(max_iter=5)
+    block = DEQBlock(Cell(), own, warn=False)
+    assert len(block.trajectory(torch.ones(2, 3), [1])) == 2
+
+
+@pytest.mark.parametrize("solvers", [{"solver": OwnSolver()}, {"eval_solver": OwnSolver()}])
+def test_compiled_code_and_exports_refuse_a_step_in_python(solvers):
+    said = "serves Picard, Anderson and Broyden, whose steps are ops, got OwnSolver"
+    with pytest.raises(ValueError, match=f"compile=True {said}"):
+        DEQBlock(Cell(), compile=True, **solvers)
+    with pytest.raises(ValueError, match=f"torch.export {said}"):
+        torch.export.export(Model(DEQBlock(Cell(), **solvers).eval()), (torch.ones(2, 3),))
+
+
 def test_the_table_is_whole():
     """An entry that is dropped would be served silently, and takes its test with it."""
-    assert {way: len(options) for way, options in REFUSED.items()} == {
+    assert {name_of(way): len(options) for way, options in REFUSED.items()} == {
         "cuda_graph": 9,
         "compile": 8,
         "SHINE": 1,

@@ -15,7 +15,8 @@ from .._checks import ChecksKeywords, check_batches, check_cell, check_choice, s
 from ..cells.protocol import solving
 from ..engine.loop import StopFn
 from ..engine.plan import Plan
-from ..engine.runners.compiled import Compiled
+from ..engine.refusals import check_served
+from ..engine.runners.compiled import Compiled, check_solver
 from ..engine.runners.cuda_graph import Graphs
 from ..engine.solve import Options, Solves
 from ..gradients import ADJOINTS, Adjoint, as_adjoint
@@ -34,7 +35,7 @@ from ..transforms.export import export
 from ..transforms.functorch import transform
 from .changes import Changes
 from .notice import Notice
-from .refusals import check_served, check_together, given, kinds
+from .refusals import REFUSED, check_together, given
 from .trajectory import check_trajectory, differentiate_along
 
 
@@ -165,10 +166,14 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _check_options(self) -> None:
         """Raise ValueError if options cannot be combined."""
-        check_together(given(self, self.adjoint))
+        check_together(given(self))
+        if self.compiled is not None:
+            for solver in (self.solver, self.eval_solver or self.solver):
+                check_solver(solver)
         if self.linearised is not None:
-            solver = getattr(self.adjoint, "solver", None)
-            check_served("compile", kinds(solver), f" of the adjoint's solver, {solver}")
+            own = getattr(self.adjoint, "solver", None)
+            if own is not None:
+                check_solver(own, f" of the adjoint's solver, {own}")
 
     @classmethod
     def _keywords_elsewhere(cls) -> dict[str, str]:
@@ -237,8 +242,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
         if plan.context != "torch.export":
             check_values("z0", z0)
         if plan.context != "eager":
-            asked = given(self, self.adjoint) + ["training mode"] * self.training
-            check_served(plan.context, asked + ["trace of a Solution"] * bool(self.trace and return_solution))
+            asked = given(self) + ["training mode"] * self.training
+            asked += ["trace of a Solution"] * bool(self.trace and return_solution)
+            check_served(plan.context, REFUSED[plan.context], asked)
         holds, modules = plan.holds_weights, modules_of(self.cell)
         check_loaded(modules, plan.z0)
         if self.training and self.warn and not self._changes.looked:
@@ -339,7 +345,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
         groups = self.groups if groups is None else groups
-        check_together([*given(self, self.adjoint), "groups"])
+        check_together([*given(self), "groups"])
         return Packing(z0, groups).groups
 
     def _keep_backward_solution(self, solution: Solution) -> None:

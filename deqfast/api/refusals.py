@@ -1,76 +1,35 @@
-"""Combinations of options that are refused, with the reasons: the only such table."""
+"""All combinations that are refused: those that each way of running a solve declares, and those of options."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-_NO_SOLVER = dict.fromkeys(
-    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", "MixedAnderson"), "it runs no solver"
-)
-_REPLAYS = "a graph replays the same work"
-_ONE_CODE = "its code is one loop for whole batches"
-_BY_VALUES = "its stages depend on values"
-_OF_ERRORS = "its history is of errors, and gives no inverse of the Jacobian"
-REFUSED: dict[str, dict[str, str]] = {
-    "cuda_graph": {
-        "drop_converged": _REPLAYS,
-        "trace": _REPLAYS,
-        "stop_fn": _REPLAYS,
-        "groups": "groups may change from call to call, and a graph replays the same work",
-        "scale": "it is not captured",
-        "MixedAnderson": "its mixing_fn is not captured",
-        "SHINE": "a replay overwrites the history that it needs",
-        "Auto": _BY_VALUES,
-        "begin_solve": "it prepares every solve in Python, and a replay would not run it",
-    },
-    "compile": {
-        "drop_converged": _ONE_CODE,
-        "trace": _ONE_CODE,
-        "stop_fn": _ONE_CODE,
-        "groups": _ONE_CODE,
-        "scale": _ONE_CODE,
-        "MixedAnderson": "its loop calls no Python",
-        "cuda_graph": "it serves CPUs",
-        "Auto": _BY_VALUES,
-    },
-    "SHINE": {"MixedAnderson": _OF_ERRORS},
-    "drop_converged": {"groups": "f could not tell which rows are left"},
-    "Unrolled": _NO_SOLVER,
-    "Reversible": _NO_SOLVER,
-    "trajectory": {
-        "SHINE": "its history exists only at the end of a solve",
-        "Auto": "a sample may wait, and the states would not be those of its own evaluations",
-        "Unrolled": "it runs no solver",
-        "Reversible": "it runs no solver",
-        "torch.func": "its states get their gradients from torch.autograd, and none in forward-mode AD either",
-        "torch.export": "it counts the evaluations in Python",
-    },
-    "torch.func": {
-        "drop_converged": "all members of a vmap are one batch",
-        "trace": "its length would differ between the members of a vmap",
-        "stop_fn": "the rule would see all members of a vmap as one batch",
-        "MixedAnderson": "its mixing_fn would see all members of a vmap as one batch",
-        "compile": "the compiled solve has no transforms",
-        "cuda_graph": "the captured solve has no transforms",
-        "Reversible": "it has no derivative there, nor in forward-mode AD: use Unrolled",
-    },
-    "torch.export": {
-        "stop_fn": "an exported program calls no Python",
-        "MixedAnderson": "an exported program calls no Python",
-        "Auto": _BY_VALUES,
-        "trace of a Solution": "its length is known only after the solve, and an export needs it before",
-        "training mode": "an export serves inference: call eval() before",
-    },
-    "torch.compile": {
-        "trace of a Solution": "a graph cannot know its length: compile without it",
-        "a gradient of torch.func": "it would miss the block's part: leave the gradient out of compiled code, as "
-        "torch.compiler.disable(torch.func.grad(f))",
-    },
-}
-"""{way of running: {option: why it is refused}}; a block's options are among the ways."""
+from ..engine.refusals import Option, Refusals, check_served, kinds
+from ..engine.runners import compiled, cuda_graph
+from ..gradients import SHINE, Reversible, Unrolled
+from ..solvers import MixedAnderson
+from ..transforms import export, functorch, opaque_op
+from . import trajectory
 
-# Name of an option in the table: the attribute of a block or a plan, which is None or False if it is not given.
+_NO_SOLVER: Refusals = dict.fromkeys(
+    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", MixedAnderson), "it runs no solver"
+)
+REFUSED: dict[Option, Refusals] = {
+    "cuda_graph": {**cuda_graph.REFUSES, SHINE: "a replay overwrites the history that it needs"},
+    "compile": compiled.REFUSES,
+    SHINE: {MixedAnderson: "its history is of errors, and gives no inverse of the Jacobian"},
+    "drop_converged": {"groups": "f could not tell which rows are left"},
+    Unrolled: _NO_SOLVER,
+    Reversible: _NO_SOLVER,
+    "trajectory": trajectory.REFUSES,
+    "torch.func": functorch.REFUSES,
+    "torch.export": export.REFUSES,
+    "torch.compile": opaque_op.REFUSES,
+}
+"""{way of running: what it refuses}; options and adjoints of a block are among the ways."""
+
+# Name of an option in the table: the attribute of a block, which is None or False if it is not given.
 _ATTRIBUTES = {
     "drop_converged": "drop_converged",
     "trace": "trace",
@@ -82,28 +41,15 @@ _ATTRIBUTES = {
 }
 
 
-def given(options: Any, adjoint: object) -> list[str]:
-    """Names in the table of what a block or a plan is given, and of the classes of its solvers and its adjoint."""
-    values = {name: getattr(options, attribute) for name, attribute in _ATTRIBUTES.items()}
+def given(block: Any) -> list[Option]:
+    """Names of the options that a block is given, and the classes of its solvers and its adjoint."""
+    values = {name: getattr(block, attribute) for name, attribute in _ATTRIBUTES.items()}
     names = [name for name, value in values.items() if value is not None and value is not False]
-    return [*names, *kinds(options.solver), *kinds(getattr(options, "eval_solver", None)), *kinds(adjoint)]
+    return [*names, *kinds(block.solver), *kinds(block.eval_solver), *kinds(block.adjoint)]
 
 
-def kinds(part: object) -> list[str]:
-    """Names of the classes of a solver or an adjoint, as in the table."""
-    return [kind.__name__ for kind in type(part).__mro__]
-
-
-def check_served(way: str, options: Iterable[str], of: str = "") -> None:
-    """Raise ValueError if this way of running a solve refuses an option; `of` says whose option it is."""
-    refused = REFUSED.get(way, {})
-    for option in options:
-        if option in refused:
-            raise ValueError(f"{way} cannot be combined with {option}{of}: {refused[option]}")
-
-
-def check_together(options: Iterable[str]) -> None:
+def check_together(options: Iterable[Option]) -> None:
     """Raise ValueError if one of the options refuses another."""
     options = list(options)
     for option in options:
-        check_served(option, options)
+        check_served(option, REFUSED.get(option, {}), options)

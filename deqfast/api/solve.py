@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from ..engine.loop import StopFn
+from ..engine.refusals import check_served
 from ..engine.solve import Options, Solve
 from ..solution import Solution
 from ..solvers import Solver, as_solver
 from ..state.groups import Groups
 from ..torch_internals.transforms import check_plain, check_values, present_context
 from ..transforms.export import solve_in_export
-from .refusals import check_served, kinds
+from .refusals import REFUSED, check_together
 
 
 def solve(
@@ -79,7 +80,7 @@ def solve(
     if stop_fn is not None and not callable(stop_fn):
         raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
     if groups is not None:
-        check_served("drop_converged", ["groups"] * drop_converged)
+        check_together(["groups", *["drop_converged"] * drop_converged])
     options = Options(
         solver=solver,
         kernel=kernel,
@@ -91,7 +92,8 @@ def solve(
     )
     context = present_context()
     if context == "torch.export":
-        check_served(context, [*kinds(solver), *["stop_fn"] * (stop_fn is not None), *["trace of a Solution"] * trace])
+        options_given = ["stop_fn"] * (stop_fn is not None) + ["trace of a Solution"] * trace
+        check_served(context, REFUSED[context], options_given)
         return solve_in_export(f, z0, options)
     if context == "torch.func":
         check_plain("solve", z0)

@@ -10,12 +10,21 @@ import torch
 
 from .._checks import check_count
 from ..engine.plan import Plan, in_loop
-from ..gradients import Adjoint
+from ..engine.refusals import Refusals, check_served, kinds
+from ..gradients import SHINE, Adjoint, Reversible, Unrolled
 from ..solution import Solution
-from ..solvers import Solver
+from ..solvers import Auto, Solver
 from ..state.rows import per_row
 from ..torch_internals import pytree
-from .refusals import check_served, kinds
+
+REFUSES: Refusals = {
+    SHINE: "its history exists only at the end of a solve",
+    Auto: "a sample may wait, and the states would not be those of its own evaluations",
+    Unrolled: "it runs no solver",
+    Reversible: "it runs no solver",
+    "torch.func": "its states get their gradients from torch.autograd, and none in forward-mode AD either",
+    "torch.export": "it counts the evaluations in Python",
+}
 
 
 class Taps:
@@ -57,7 +66,7 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
 
 def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:
     """States of ``solve_along``, followed by z*, each with the adjoint's gradient; and the Solution."""
-    check_served("trajectory", [plan.context])
+    check_served("trajectory", REFUSES, [plan.context])
     plan = replace(plan, linearised=None)
     states, solution = solve_along(plan, at)
     if not torch.is_grad_enabled():
@@ -69,7 +78,7 @@ def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tupl
 
 def check_trajectory(adjoint: Adjoint, solver: Solver, at: Sequence[int]) -> list[int]:
     """Return the evaluations `at`; raises TypeError or ValueError if this solver or adjoint cannot give them."""
-    check_served("trajectory", kinds(solver) + kinds(adjoint))
+    check_served("trajectory", REFUSES, kinds(solver) + kinds(adjoint))
     if isinstance(at, str) or not isinstance(at, Sequence):
         raise TypeError(f"at must be a list of evaluations, counted from 1, got {at!r}")
     for evaluation in at:

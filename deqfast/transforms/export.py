@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..engine.plan import Plan
+from ..engine.refusals import Refusals, check_served, kinds
 from ..engine.runners.code_loop import IS_NEW, KERNEL, code_options, loop_of, serves, solve_in_code
 from ..engine.solve import Options, solution_of
 from ..gradients import Adjoint
@@ -19,13 +20,20 @@ from ..gradients.unrolled import Iterated
 from ..ops import choose_kernel
 from ..ops.steps.reference import end
 from ..solution import Solution
-from ..solvers import Solver
+from ..solvers import Auto, MixedAnderson, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import MultisecantState
 from ..state.packing import Packing, evaluate
 from ..torch_internals.dynamo import reason
 
 _solves = itertools.count(1)
+REFUSES: Refusals = {
+    "stop_fn": "an exported program calls no Python",
+    MixedAnderson: "an exported program calls no Python",
+    Auto: "its stages depend on values",
+    "trace of a Solution": "its length is known only after the solve, and an export needs it before",
+    "training mode": "an export serves inference: call eval() before",
+}
 
 
 def export(plan: Plan, adjoint: Adjoint) -> tuple[Any, Solution]:
@@ -44,9 +52,10 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
     NONFINITE.
 
     Raises:
-        ValueError: options of ``refusals.REFUSED["torch.export"]`` are given, or the solver is not one of deqfast's.
+        ValueError: the solver is in ``REFUSES``, or not one of deqfast's: Python cannot be part of the program.
     """
     solver, name = options.solver, "torch" if options.kernel == "auto" else options.kernel
+    check_served("torch.export", REFUSES, kinds(solver))
     if not serves(solver):
         raise ValueError(f"torch.export serves Picard, Anderson and Broyden, whose steps are ops, got {solver}")
     packing = Packing(z0, options.groups, options.scale)

@@ -22,18 +22,30 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.plan import Plan
+from ..engine.refusals import Refusals
 from ..engine.solve import Solve
-from ..gradients import Adjoint
+from ..gradients import Adjoint, Reversible
 from ..gradients.base import confirmed
 from ..gradients.derivative import StateFunction, Tensors, attached, of_members, on_values
 from ..gradients.unrolled import Iterated
 from ..solution import Solution
+from ..solvers import MixedAnderson
 from ..state.packing import Packing
 from ..state.rows import per_row
 from ..torch_internals import pytree
 from ..torch_internals.autograd import present_autocast
 from ..torch_internals.transforms import constant, is_transformed
 from ..torch_internals.weights import tensors_of
+
+REFUSES: Refusals = {
+    "drop_converged": "all members of a vmap are one batch",
+    "trace": "its length would differ between the members of a vmap",
+    "stop_fn": "the rule would see all members of a vmap as one batch",
+    MixedAnderson: "its mixing_fn would see all members of a vmap as one batch",
+    "compile": "the compiled solve has no transforms",
+    "cuda_graph": "the captured solve has no transforms",
+    Reversible: "it has no derivative there, nor in forward-mode AD: use Unrolled",
+}
 
 
 class CellFunction(StateFunction):

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..api.refusals import check_served
+from ..engine.refusals import Refusals, check_served
 from ..gradients import Adjoint, Unrolled
 from ..gradients.base import depends_on_others
 from ..ops.registry import library
@@ -39,6 +39,11 @@ from ..torch_internals.dynamo import constant_in_traces, untraced
 from ..torch_internals.transforms import in_forward_mode, in_reverse_mode, in_torch_func
 from ..torch_internals.weights import holding, tensors_of
 
+REFUSES: Refusals = {
+    "trace of a Solution": "a graph cannot know its length: compile without it",
+    "a gradient of torch.func": "it would miss the block's part: leave the gradient out of compiled code, as "
+    "torch.compiler.disable(torch.func.grad(f))",
+}
 # Marks for tensors in the description of a call. No constant of x equals them, because bytes are refused there.
 _TENSOR, _PARAMETER = b"tensor", b"parameter"
 
@@ -89,7 +94,7 @@ def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: G
     if _is_transformed():
         value, solution = untraced(block._run, x, z0, groups)
         return (value, solution) if return_solution else value
-    check_served("torch.compile", ["trace of a Solution"] * (block.trace and return_solution))
+    check_served("torch.compile", REFUSES, ["trace of a Solution"] * (block.trace and return_solution))
     groups = block.groups if groups is None else groups
     if not isinstance(block.adjoint, Unrolled):
         z0 = detached(z0)
@@ -122,7 +127,7 @@ def _is_transformed() -> bool:
     Dynamo runs this function uncompiled, and the error ends the trace. If dynamo traced the error, it would then
     compile the calls inside of the transform, which fails in torch.
     """
-    check_served("torch.compile", ["a gradient of torch.func"] * in_reverse_mode())
+    check_served("torch.compile", REFUSES, ["a gradient of torch.func"] * in_reverse_mode())
     return in_torch_func() or in_forward_mode()
 
 

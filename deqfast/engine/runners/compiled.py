@@ -12,14 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.refusals import check_served, kinds
 from ...ops import Kernel, choose_kernel
 from ...solution import Solution
+from ...solvers import Auto, MixedAnderson, Solver
 from ...state.packing import Packing, evaluate
 from ...torch_internals import pytree
 from ...torch_internals.dynamo import Codes, is_failed_trace, reason
+from ..refusals import Refusals, check_served, kinds
 from ..solve import Keep, Options, Solve, inverse_of, not_finite, solution_of
 from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, serves, solve_in_code
+
+_ONE_CODE = "its code is one loop for whole batches"
+REFUSES: Refusals = {
+    "drop_converged": _ONE_CODE,
+    "trace": _ONE_CODE,
+    "stop_fn": _ONE_CODE,
+    "groups": _ONE_CODE,
+    "scale": _ONE_CODE,
+    MixedAnderson: "its loop calls no Python",
+    "cuda_graph": "it serves CPUs",
+    Auto: "its stages depend on values",
+}
+
+
+def check_solver(solver: Solver, of: str = "") -> None:
+    """Raise ValueError if compiled code cannot run the steps of this solver; `of` says whose it is."""
+    check_served("compile", REFUSES, kinds(solver), of)
+    if not serves(solver):
+        raise ValueError(f"compile=True serves Picard, Anderson and Broyden, whose steps are ops, got {solver}{of}")
 
 
 class Compiled:
@@ -87,10 +107,8 @@ class Compiled:
 
 def _check(packing: Packing, options: Options) -> None:
     """Raise the errors of ``Compiled.solve`` if the solve cannot be compiled."""
-    solver, kernel = options.solver, options.kernel
-    if not serves(solver):
-        raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
-    check_served("compile", kinds(solver), f" of {solver}")
+    kernel = options.kernel
+    check_solver(options.solver)
     short = [leaf.dtype for leaf in packing.leaves if leaf.dtype in (torch.bfloat16, torch.float16)]
     if short and not IS_NEW:
         raise RuntimeError(

@@ -24,17 +24,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...api.refusals import check_served
 from ...solution import Solution
+from ...solvers import Auto, MixedAnderson
 from ...solvers.base import State
 from ...state.packing import Packing
 from ...torch_internals import pytree
 from ...torch_internals.weights import check_not_cached
 from ..loop import iterate, watch_of, whole
+from ..refusals import Refusals, check_served
 from ..solve import Options, Solve, check_finite
 
 # Each holds the memory of a solve. A training run needs two or three: full batches, the last batch, evaluation.
 MAX_GRAPHS = 8
+_REPLAYS = "a graph replays the same work"
+REFUSES: Refusals = {
+    "drop_converged": _REPLAYS,
+    "trace": _REPLAYS,
+    "stop_fn": _REPLAYS,
+    "groups": "groups may change from call to call, and a graph replays the same work",
+    "scale": "it is not captured",
+    MixedAnderson: "its mixing_fn is not captured",
+    Auto: "its stages depend on values",
+    "begin_solve": "it prepares every solve in Python, and a replay would not run it",
+}
 DEVICE = "cuda"  # the only type of device with graphs
 
 
@@ -182,7 +194,8 @@ def _check_cell(cell: Any) -> None:
         raise TypeError(f"cuda_graph needs a cell that is an nn.Module, whose parameters are known, got {cell!r}")
     for name, module in cell.named_modules():
         if hasattr(module, "begin_solve"):
-            check_served("cuda_graph", ["begin_solve"], f" of the cell's {name or 'own'} {type(module).__name__}")
+            of = f" of the cell's {name or 'own'} {type(module).__name__}"
+            check_served("cuda_graph", REFUSES, ["begin_solve"], of)
 
 
 def _is_ready(cell: nn.Module) -> bool:

@@ -1,0 +1,27 @@
+"""What does not go together: how each way of running a solve declares what it refuses, and the error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+Option = str | type
+"""Name of an option, or the class of a solver or an adjoint."""
+Refusals = Mapping[Option, str]
+"""{option: why it is refused}."""
+
+
+def name_of(option: Option) -> str:
+    """Name of an option, as users write it."""
+    return option if isinstance(option, str) else option.__name__
+
+
+def kinds(part: object) -> list[Option]:
+    """Classes of a solver or an adjoint."""
+    return [*type(part).__mro__]
+
+
+def check_served(way: Option, refused: Refusals, options: Iterable[Option], of: str = "") -> None:
+    """Raise ValueError if this way of running a solve refuses an option; `of` says whose option it is."""
+    for option in options:
+        if option in refused:
+            raise ValueError(f"{name_of(way)} cannot be combined with {name_of(option)}{of}: {refused[option]}")
