@@ -6,6 +6,7 @@ from . import _checkout as _checkout  # first: it lets a run from the checkout f
 from . import metrics, regularize
 from .api.block import DEQBlock
 from .api.carry import Carry
+from .api.fc_fixed_point import fc_fixed_point
 from .api.find_fixed_points import FixedPoints, find_fixed_points
 from .api.fixed_point import fixed_point, root
 from .api.solve import solve
@@ -20,7 +21,6 @@ from .cells import (
     SubhomogeneousCell,
 )
 from .diagnosis import Diagnosis, diagnose
-from .engine.runners.one_launch import fc_fixed_point
 from .gradients import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory

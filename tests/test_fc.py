@@ -387,13 +387,13 @@ class TestCells:
     @staticmethod
     def launches(monkeypatch) -> list[str]:
         made: list[str] = []
-        solve_one = one_launch._launch
+        solve_one = one_launch.launch
 
         def spy(*args):
             made.append(args[5].name)
             return solve_one(*args)
 
-        monkeypatch.setattr(one_launch, "_launch", spy)
+        monkeypatch.setattr(one_launch, "launch", spy)
         return made
 
     @staticmethod

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "deqfast"
-# Each package may import those of the lines above it, and modules of its own.
+# Each package or module may import those of the lines above it, and itself.
 LAYERS = [
     ("_checkout", "_extension", "_checks", "solution", "kernels", "torch_internals"),
     ("ops",),
-    ("state",),
-    ("solvers",),
+    ("state", "metrics"),
+    ("solvers", "regularize"),
+    ("engine",),
+    ("gradients", "cells"),
+    ("transforms",),
+    ("api",),
+    ("diagnosis", "compat", "testing"),
 ]
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 FOUND = {name.removesuffix(".__init__") for name in MODULES.values()}
@@ -43,6 +48,25 @@ def test_nothing_climbs(layer):
         if parts[1] == layer:
             for name in imported(path):
                 assert name.split(".")[1] in below | {"__init__"}, f"{MODULES[path]} imports {name}"
+
+
+def test_every_part_has_its_layer():
+    layers = {name for names in LAYERS for name in names} - {"kernels"}  # a folder of its own
+    assert {name.split(".")[1] for name in MODULES.values()} - {"__init__"} == layers
+
+
+# Whether a call is traced, transformed or exported is asked above the engine, once.
+CONTEXT = re.compile(
+    r"\b(is_exporting|is_tracing|outside_exports|in_torch_func|in_forward_mode|present_context|is_given_up)\b"
+)
+
+
+@pytest.mark.parametrize("folder", ["ops", "state", "solvers", "engine"])
+def test_no_question_of_context(folder):
+    asking = [
+        MODULES[path] for path in MODULES if MODULES[path].split(".")[1] == folder and CONTEXT.search(path.read_text())
+    ]
+    assert not asking
 
 
 def test_no_circle():

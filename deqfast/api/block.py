@@ -28,7 +28,7 @@ from ..state.groups import Groups
 from ..state.packing import Packing, check_scale
 from ..torch_internals import pytree
 from ..torch_internals.dynamo import is_given_up, untraced
-from ..torch_internals.transforms import check_values, values
+from ..torch_internals.transforms import check_values, present_context, values
 from ..torch_internals.weights import check_loaded, hold_weights, modules_of
 from ..transforms import opaque_op
 from ..transforms.export import export
@@ -320,6 +320,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             graphs=self.graphs,
             compiled=self.compiled,
             linearised=self.linearised,
+            context=present_context(),
             on_backward=self._keep_backward_solution,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..state.groups import Groups
 from ..state.rows import dropped_samples, per_row, take_rows, without_broken
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of
-from ..torch_internals.transforms import Context, present_context
+from ..torch_internals.transforms import Context
 from .runners.compiled import Compiled
 from .runners.cuda_graph import Graphs
 from .solve import Inverse, Options, Solve, Solves
@@ -52,7 +52,7 @@ class Plan:
     graphs: Graphs | None = None
     compiled: Compiled | None = None
     linearised: Callable[[Any, Any, Any], Any] | None = None
-    context: Context = field(default_factory=present_context)
+    context: Context = "eager"
     keep_inverse: Callable[[Inverse], None] | None = None
     on_backward: Callable[[Solution], None]
     advances: bool = False
