@@ -44,7 +44,7 @@ def calls(adjoint: str) -> list[tuple[str, str]]:
             passed.append((os.path.relpath(frame.f_code.co_filename, FOLDER), frame.f_code.co_name))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the solves do not converge; the checks behind the warnings are part of a step
+        warnings.simplefilter("ignore")  # the solves do not converge; their checks are part of a step
         for step in range(3):
             if step == 2:
                 sys.setprofile(note)

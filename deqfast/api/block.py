@@ -11,21 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import ChecksKeywords, check_batches, check_cell, check_choice, settings_of
+from .._checks import ChecksKeywords, check_batches, check_cell, settings_of
 from ..cells.protocol import solving
 from ..engine.loop import StopFn
 from ..engine.plan import Plan
 from ..engine.refusals import check_served
-from ..engine.runners.compiled import Compiled, check_solver
+from ..engine.runners.compiled import Compiled
 from ..engine.runners.cuda_graph import Graphs
 from ..engine.solve import Options, Solves
-from ..gradients import ADJOINTS, Adjoint, as_adjoint
+from ..gradients import ADJOINTS, Adjoint
 from ..gradients.linearised import Linearised
-from ..ops import check_kernel_name
 from ..solution import Solution
-from ..solvers import SOLVERS, Solver, as_solver
+from ..solvers import SOLVERS, Solver
 from ..state.groups import Groups
-from ..state.packing import Packing, check_scale
+from ..state.packing import Packing
 from ..torch_internals import pytree
 from ..torch_internals.dynamo import is_given_up, untraced
 from ..torch_internals.transforms import check_values, present_context, values
@@ -35,28 +34,9 @@ from ..transforms.export import export
 from ..transforms.functorch import transform
 from .changes import Changes
 from .notice import Notice
-from .refusals import REFUSED, check_together, given
+from .options import ASSIGNED, BlockOptions
+from .refusals import REFUSED, check_together
 from .trajectory import check_trajectory, differentiate_along
-
-
-def _callable_or_none(name: str, value: Any) -> Any:
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} must be callable, got {value!r}")
-    return value
-
-
-# Checks and conversions of options, in the constructor and in assignments.
-_TAKEN: dict[str, Callable[[Any], Any]] = {
-    "solver": as_solver,
-    "eval_solver": lambda solver: None if solver is None else as_solver(solver),
-    "adjoint": as_adjoint,
-    "kernel": check_kernel_name,
-    "scale": check_scale,
-    "init": partial(_callable_or_none, "init"),
-    "stop_fn": partial(_callable_or_none, "stop_fn"),
-}
-# Options that cannot be combined with all others.
-_COMBINED = {"solver", "eval_solver", "adjoint", "drop_converged", "groups", "stop_fn", "scale", "trace"}
 
 
 class DEQBlock(ChecksKeywords, nn.Module):
@@ -121,6 +101,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
         (torch.Size([4, 8]), [True, True, True, True])
     """
 
+    options: BlockOptions
+    solver: Solver
+    eval_solver: Solver | None
+    adjoint: Adjoint
+    init: Callable[[Any], Any] | None
+    groups: Groups | Tensor | str | None
+    trace: bool
     backward_solution: Solution | None
     _last: Options | None
 
@@ -146,34 +133,29 @@ class DEQBlock(ChecksKeywords, nn.Module):
         super().__init__()
         check_cell(cell)
         self.cell = cell
-        self.solver = as_solver(solver)
-        self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
-        self.adjoint = as_adjoint(adjoint)
-        self.kernel = kernel
-        self.init, self.groups = init, groups
-        self.drop_converged, self.trace, self.stop_fn, self.scale = drop_converged, trace, stop_fn, scale
+        self.options = BlockOptions(
+            solver=solver,  # type: ignore[arg-type]  # the record takes names too
+            adjoint=adjoint,  # type: ignore[arg-type]
+            init=init,
+            groups=groups,
+            scale=scale,
+            eval_solver=eval_solver,  # type: ignore[arg-type]
+            stop_fn=stop_fn,
+            kernel=kernel,
+            drop_converged=drop_converged,
+            cuda_graph=cuda_graph,
+            compile=compile,
+            trace=trace,
+        )
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
-        check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
         self._solves = Solves()
-        self._check_options()
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
         self._changes = Changes()
         self._number = opaque_op.new_number(self)
-
-    def _check_options(self) -> None:
-        """Raise ValueError if options cannot be combined."""
-        check_together(given(self))
-        if self.compiled is not None:
-            for solver in (self.solver, self.eval_solver or self.solver):
-                check_solver(solver)
-        if self.linearised is not None:
-            own = getattr(self.adjoint, "solver", None)
-            if own is not None:
-                check_solver(own, f" of the adjoint's solver, {own}")
 
     @classmethod
     def _keywords_elsewhere(cls) -> dict[str, str]:
@@ -182,18 +164,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
         return {name: place for name, place in found.items() if name != "solver"}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (take := _TAKEN.get(name)) is not None:
-            value = take(value)
-        before: Any = self.__dict__.get(name)
+        if name in ASSIGNED:
+            name, value = "options", replace(self.options, **{name: value})
         super().__setattr__(name, value)
-        if name in _TAKEN or name in _COMBINED:
+        if name == "options":
             self.__dict__["_last"] = None
-        if name in _COMBINED and "_number" in self.__dict__:
-            try:
-                self._check_options()
-            except ValueError:
-                super().__setattr__(name, before)
-                raise
+            for each in ASSIGNED:
+                super().__setattr__(each, getattr(value, each))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -242,7 +219,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         if plan.context != "torch.export":
             check_values("z0", z0)
         if plan.context != "eager":
-            asked = given(self) + ["training mode"] * self.training
+            asked = self.options.given() + ["training mode"] * self.training
             asked += ["trace of a Solution"] * bool(self.trace and return_solution)
             check_served(plan.context, REFUSED[plan.context], asked)
         holds, modules = plan.holds_weights, modules_of(self.cell)
@@ -328,15 +305,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         """Options of the forward solve, the same object until one of them changes."""
         solver, options = self.solver if self.training else self.current_solver, self._last
         if options is None or options.solver is not solver or options.groups is not groups:
-            self.__dict__["_last"] = options = Options(
-                solver=solver,
-                kernel=self.kernel,
-                groups=groups,
-                scale=self.scale,
-                stop_fn=self.stop_fn,
-                drop_converged=self.drop_converged,
-                trace=self.trace,
-            )
+            self.__dict__["_last"] = options = self.options.of_solve(solver, groups)
         return options
 
     @property
@@ -346,7 +315,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
         groups = self.groups if groups is None else groups
-        check_together([*given(self), "groups"])
+        check_together([*self.options.given(), "groups"])
         return Packing(z0, groups).groups
 
     def _keep_backward_solution(self, solution: Solution) -> None:

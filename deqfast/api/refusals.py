@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from ..engine.refusals import Option, Refusals, check_served, kinds
+from ..engine.refusals import Option, Refusals, check_served
 from ..engine.runners import compiled, cuda_graph
 from ..gradients import SHINE, Reversible, Unrolled
 from ..solvers import MixedAnderson
@@ -28,24 +27,6 @@ REFUSED: dict[Option, Refusals] = {
     "torch.compile": opaque_op.REFUSES,
 }
 """{way of running: what it refuses}; options and adjoints of a block are among the ways."""
-
-# Name of an option in the table: the attribute of a block, which is None or False if it is not given.
-_ATTRIBUTES = {
-    "drop_converged": "drop_converged",
-    "trace": "trace",
-    "stop_fn": "stop_fn",
-    "groups": "groups",
-    "scale": "scale",
-    "cuda_graph": "graphs",
-    "compile": "compiled",
-}
-
-
-def given(block: Any) -> list[Option]:
-    """Names of the options that a block is given, and the classes of its solvers and its adjoint."""
-    values = {name: getattr(block, attribute) for name, attribute in _ATTRIBUTES.items()}
-    names = [name for name, value in values.items() if value is not None and value is not False]
-    return [*names, *kinds(block.solver), *kinds(block.eval_solver), *kinds(block.adjoint)]
 
 
 def check_together(options: Iterable[Option]) -> None:

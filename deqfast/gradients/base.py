@@ -205,7 +205,7 @@ def _pulled(rule: Rule, grads: list[Tensor]) -> list[Tensor]:
 
 
 def _sources(node: Any) -> list[Tensor]:
-    """``Recorded.sources`` of the evaluation behind this node."""
+    """``Recorded.sources`` of the evaluation of this node."""
     saved = list(node.saved_tensors)
     return saved if node.to.rule.has_second_derivatives else [*saved, *node.to.graph.behind[0]]
 

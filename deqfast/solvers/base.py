@@ -105,6 +105,7 @@ class Solver(ChecksKeywords):
       place. Unless `last`, f is called next with `state.z`. The op ``picard_step`` judges: it updates residuals, status
       and best iterates, and steps to z + r (fz - z) for its last argument r. Rows of samples that do not run must
       stay as they are. f may reuse the memory of fz later.
+    - ``bind(state)``, also, to do once what is the same in all steps.
     - ``operation(state)``, instead of ``advance``, if a step is one op of the kernels.
     - ``wrap(f, packing, state)``, if a step needs more of f's value than its rows.
     - ``patience`` and ``resume``, if samples that are done may run again.
@@ -114,8 +115,7 @@ class Solver(ChecksKeywords):
 
     - `drop_converged`: no running row may depend on rows of fz whose samples are done, which are undefined.
     - `cuda_graph`: ``advance`` must not read values on the host, and ``State.restart`` must reset all tensors.
-    - ``torch.export``: the program holds all of max_iter evaluations.
-    - `compile` and ``SHINE``: they serve deqfast's own solvers only.
+    - `compile`, ``torch.export`` and ``SHINE`` serve deqfast's own solvers only.
 
     Args:
         rtol: relative tolerance, at least 0 and less than 1.

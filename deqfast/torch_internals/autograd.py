@@ -228,7 +228,7 @@ def not_leaves(tree: Any) -> Any:
 
 
 def with_nodes(tree: Any) -> Any:
-    """The tree with a node of its own behind each tensor that requires a gradient."""
+    """The tree with a node of its own for each tensor that requires a gradient."""
     if isinstance(tree, Tensor) and tree.layout == torch.strided and not tree.is_nested:
         return tree.view_as(tree) if tree.requires_grad else tree
     return pytree.tree_map(lambda t: _following(_check_sized(t)) if _requires_grad(t) else t, tree)

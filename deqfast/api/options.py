@@ -1,0 +1,82 @@
+"""The options of a block: one frozen record, which checks them by themselves and together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from .._checks import check_choice
+from ..engine.loop import StopFn
+from ..engine.refusals import Option, kinds
+from ..engine.runners.compiled import check_solver
+from ..engine.solve import Options
+from ..gradients import Adjoint, as_adjoint
+from ..ops import check_kernel_name
+from ..solvers import Solver, as_solver
+from ..state.groups import Groups
+from ..state.packing import check_scale
+from .refusals import check_together
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockOptions:
+    """Options of a ``DEQBlock``, which documents them.
+
+    Raises:
+        TypeError, ValueError: an option is not as documented, or cannot be combined with another.
+    """
+
+    solver: Solver
+    adjoint: Adjoint
+    init: Callable[[Any], Any] | None
+    groups: Groups | Tensor | str | None
+    scale: Any
+    eval_solver: Solver | None
+    stop_fn: StopFn | None
+    kernel: str
+    drop_converged: bool
+    cuda_graph: bool | str
+    compile: bool | str
+    trace: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "solver", as_solver(self.solver))
+        object.__setattr__(self, "eval_solver", None if self.eval_solver is None else as_solver(self.eval_solver))
+        object.__setattr__(self, "adjoint", as_adjoint(self.adjoint))
+        check_kernel_name(self.kernel)
+        check_scale(self.scale)
+        check_choice("compile", self.compile, (False, True, "forward"))
+        for name in ("init", "stop_fn"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
+        check_together(self.given())
+        if self.compile:
+            check_solver(self.solver)
+            check_solver(self.eval_solver or self.solver)
+        if self.compile is True and isinstance(own := getattr(self.adjoint, "solver", None), Solver):
+            check_solver(own, f" of the adjoint's solver, {own}")
+
+    def given(self) -> list[Option]:
+        """Names of the options that are given, and the classes of the solvers and the adjoint."""
+        named = "drop_converged", "trace", "stop_fn", "groups", "scale", "cuda_graph", "compile"
+        names = [name for name in named if getattr(self, name) is not None and getattr(self, name) is not False]
+        return [*names, *kinds(self.solver), *kinds(self.eval_solver), *kinds(self.adjoint)]
+
+    def of_solve(self, solver: Solver, groups: Groups | None) -> Options:
+        """Options of a forward solve."""
+        return Options(
+            solver=solver,
+            kernel=self.kernel,
+            groups=groups,
+            scale=self.scale,
+            stop_fn=self.stop_fn,
+            drop_converged=self.drop_converged,
+            trace=self.trace,
+        )
+
+
+ASSIGNED = [each.name for each in fields(BlockOptions) if each.name not in ("cuda_graph", "compile")]
+"""Options that a block has as attributes, which may be assigned."""
