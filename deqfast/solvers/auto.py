@@ -80,7 +80,7 @@ class Auto(Solver):
     idea: the polyalgorithms of NonlinearSolve.jl (arXiv 2403.16341).
 
     Args:
-        rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
+        rtol: relative tolerance, in [0, 1). The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
