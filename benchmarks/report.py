@@ -1,6 +1,6 @@
 """Write the measured numbers: the tables and the figure of RESULTS.md, README.md and the documentation.
 
-    python benchmarks/report.py            write them from the records under benchmarks/results
+    PYTHONPATH=experiments python benchmarks/report.py    write them from the records under benchmarks/results
     python benchmarks/report.py --check    write nothing; status 1 if a table, the figure or a number is outdated
     python benchmarks/report.py --facts    list the numbers that a sentence may quote
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import math
 import re
@@ -576,8 +575,9 @@ def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
 
 def figure_style() -> Any:
     """Style of the experiments' figures; late, as only new figures need matplotlib."""
-    sys.path.append(str(ROOT / "experiments"))
-    return importlib.import_module("runs.style")
+    from runs import style
+
+    return style
 
 
 def filled(text: str, known: Mapping[str, Sequence[str]], path: Path) -> str:
@@ -628,7 +628,7 @@ def run(check: bool) -> list[str]:
             stale[figure] = b"" if check else drawn(rows, made, digest)
     for path, content in stale.items():
         if check:
-            wrong.append(f"{path} differs from the records: run python benchmarks/report.py")
+            wrong.append(f"{path} differs from the records: run PYTHONPATH=experiments python benchmarks/report.py")
         else:
             write_bytes(path, content)
             print(f"written: {path}")
