@@ -18,7 +18,7 @@ class Anderson(Multisecant):
     Source: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
 
     Args:
-        rtol: relative tolerance, in [0, 1). The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
+        rtol: relative tolerance, in [0, 1), see ``Solver``.
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
