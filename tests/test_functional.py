@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close
 from own_sums import Linear
 from torch import nn
 
 from deqfast import JFB, Broyden, Implicit, LinearCell, Status, Unrolled, fixed_point
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
 IMPLICIT = Implicit(TIGHT)
