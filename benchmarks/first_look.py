@@ -1,11 +1,11 @@
 """Every kernel once, on small odd shapes, compared with the reference in float64. Prints one verdict per line.
 
-    PYTHONPATH=. python benchmarks/first_look.py [--kernel {cuda,triton,emulated,cpp,torch}] [--only WORD] [--few]
+    PYTHONPATH=.:tests python benchmarks/first_look.py [--kernel {cuda,triton,emulated,cpp,torch}] [--only WORD] [--few]
 
 It runs without pytest, so that compute-sanitizer can watch it. The reference runs on the CPU, so that only deqfast's
 kernels are watched. On a machine without a GPU Triton's kernels are interpreted, which takes over ten minutes: give
-`--few`. There `emulated` runs the CUDA kernels as threads of a CPU. The exit status is 1 if a verdict is wrong, 2 if
-the kernel is not available.
+`--few`. There `emulated` runs the CUDA kernels as threads of a CPU, by tests/emulate.py. The exit status is 1 if a
+verdict is wrong, 2 if the kernel is not available.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from torch import Tensor
 import deqfast
 from deqfast.ops import ACTIVATIONS, Kernel
 
-ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = ("cuda", "triton", "emulated", "cpp", "torch")
 TORCH = Kernel("torch")
@@ -54,7 +52,6 @@ Check = Callable[[Callable[[str, str], Callable[..., Any]]], None]  # takes (op,
 def op_of(kernel: str) -> Callable[[str, str], Callable[..., Any]]:
     """(op, source) -> the op on tensors of the CPU, which runs on the kernel's device and copies its arguments back."""
     if kernel == "emulated":
-        sys.path.insert(0, str(ROOT / "tests"))
         import emulate
 
         def emulated(op: str, source: str) -> Callable[..., Any]:

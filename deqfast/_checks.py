@@ -115,7 +115,7 @@ class ChecksKeywords:
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
-    """Raise unless `value` is a finite real number in [low, high] (or ]low, high])."""
+    """Raise unless `value` is a finite real number in [low, high] (or (low, high])."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     number = float(value)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deqfast
-from deqfast import Anderson, Broyden, DEQBlock, FCCell, Neumann, Phantom, Picard, Reversible, fixed_point, solve
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, Neumann, Phantom, Picard, Reversible, solve
 from deqfast.compat.torchdeq import get_deq
 
 
@@ -30,7 +30,6 @@ MISTAKES = {
     "of another solver": (lambda: DEQBlock(halve, ridge=0.0), TypeError, "use solver=Anderson(ridge=...)"),
     "of the adjoint": (lambda: DEQBlock(halve, checkpoint=True), TypeError, "use adjoint=Unrolled(checkpoint=...)"),
     "another word for it": (lambda: DEQBlock(halve, tol=1e-4), TypeError, "use solver=Broyden(rtol=...)"),
-    "of a function": (lambda: fixed_point(halve, torch.ones(1, 1), tol=0.1), TypeError, "solver=Broyden(rtol=...)"),
     "a misspelt option": (lambda: DEQBlock(halve, solvr="picard"), TypeError, "'solvr'; did you mean 'solver'?"),
     "an unknown option": (lambda: DEQBlock(halve, colour=1), TypeError, "DEQBlock takes no argument 'colour'"),
     "torchdeq's lam": (lambda: Anderson(lam=1e-4), TypeError, "did you mean 'ridge'?"),

@@ -448,9 +448,8 @@ class TestErrors:
             block(torch.randn(2, 3), torch.full((2, 3), float("inf")))
         with pytest.raises(ValueError, match="SHINE needs the history of Anderson or Broyden"):
             DEQBlock(Linear(), "picard", "shine", compile=True)(torch.randn(2, 3, requires_grad=True))
-        block.solver = type("Mine", (Picard,), {})()
-        with pytest.raises(ValueError, match=r"compile=True serves Picard, Anderson and Broyden, got Mine"):
-            block(torch.randn(2, 3))
+        with pytest.raises(ValueError, match=r"compile=True serves Picard, Anderson and Broyden, .+ got Mine"):
+            block.solver = type("Mine", (Picard,), {})()
         block.solver, block.kernel = Picard(), "torch"
         with pytest.raises(RuntimeError, match="compile=True runs on kernel 'cpp'.+kernel='torch' is 'torch'"):
             block(torch.randn(2, 3))

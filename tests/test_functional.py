@@ -1,12 +1,13 @@
 """Fixed points as functions: the gradients of blocks, in arguments, in modules and under torch.func."""
 
-import pytest
+import inspect
+
 import torch
 from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close
 from own_sums import Linear
 from torch import nn
 
-from deqfast import JFB, Broyden, Implicit, LinearCell, Status, Unrolled, fixed_point
+from deqfast import JFB, Broyden, DEQBlock, Implicit, LinearCell, Status, Unrolled, fixed_point, root
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
 IMPLICIT = Implicit(TIGHT)
@@ -32,10 +33,19 @@ def test_a_module_and_options():
     assert solution.status.tolist() == [Status.CONVERGED] and torch.equal(value, solution.value)
     value.sum().backward()
     assert cell.weight.grad.any()
-    with pytest.raises(TypeError, match="DEQBlock takes no argument 'tolerance'; use solver="):
-        fixed_point(cell, torch.zeros_like(x), x, tolerance=1e-3)
-    with pytest.raises(TypeError, match="fixed_point takes no 'compile', which serves many calls"):
-        fixed_point(cell, torch.zeros_like(x), x, compile=True)
+
+
+def test_options_are_those_of_a_block():
+    """All but those that serve many calls, with the same defaults."""
+
+    def options(f):
+        return {name: p.default for name, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+    of_calls = {"init", "eval_solver", "cuda_graph", "compile"}
+    expected = {name: value for name, value in options(DEQBlock.__init__).items() if name not in of_calls}
+    own = {"solver", "adjoint", "return_solution", "sign"}
+    for f in (fixed_point, root):
+        assert {name: value for name, value in options(f).items() if name not in own} == expected
 
 
 def test_transforms():

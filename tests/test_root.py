@@ -62,13 +62,9 @@ def test_trees_transforms_and_second_derivatives():
     assert_close(second, -6 * z / (3 * z**2 + 1) ** 3, GRADIENT)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"sign": 2}, "sign must be 1, -1 or None, got 2"), ({"compile": True}, "root takes no 'compile'")],
-)
-def test_bad_arguments(options, said):
-    with pytest.raises((TypeError, ValueError), match=said):
-        deqfast.root(cubic, torch.zeros(1, 1), torch.ones(1, 1), **options)
+def test_a_sign_that_is_none():
+    with pytest.raises(ValueError, match="sign must be 1, -1 or None, got 2"):
+        deqfast.root(cubic, torch.zeros(1, 1), torch.ones(1, 1), sign=2)
 
 
 @pytest.mark.parametrize("sign", [None, 1])

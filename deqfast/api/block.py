@@ -286,14 +286,16 @@ class DEQBlock(ChecksKeywords, nn.Module):
         return states
 
     def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None, is_fresh: bool = False) -> Plan:
+        groups = self.groups if groups is None else groups
+        samples = None if groups is None else self._grouping(groups, z0)
         return Plan(
             cell=self.cell,
             x=x,
             z0=z0,
-            options=self._options(None if groups is None and self.groups is None else self._grouping(groups, z0)),
+            options=self._options(samples),
             is_fresh=is_fresh,
             per_sample=self.per_sample,
-            solves=self._solves,
+            solves=self._solves if samples is groups else None,  # of groups that the caller may use again
             graphs=self.graphs,
             compiled=self.compiled,
             linearised=self.linearised,
@@ -314,7 +316,6 @@ class DEQBlock(ChecksKeywords, nn.Module):
         return self.solver if self.training or self.eval_solver is None else self.eval_solver
 
     def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
-        groups = self.groups if groups is None else groups
         check_together([*self.options.given(), "groups"])
         return Packing(z0, groups).groups
 

@@ -121,8 +121,8 @@ class Carry:
             done: (len(carry),) bool, the samples that are finished.
 
         Raises:
-            TypeError, ValueError: an argument, a new batch or a start is not as above. The carry is then unchanged. The
-                next call skips a wrong batch.
+            TypeError, ValueError: an argument, a new batch or a start is not as above. The carry is then unchanged.
+                A wrong batch is lost: the next call takes the one after it.
         """
         z = _copied("z", z, self.z, len(self))
         if not isinstance(done, Tensor) or done.dtype != torch.bool or done.shape != self.age.shape:

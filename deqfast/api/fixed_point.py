@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.loop import StopFn
 from ..gradients import Adjoint
 from ..solvers import Auto, Solver
+from ..state.groups import Groups
 from ..state.norms import lengths, unit
 from ..state.packing import LARGEST_SCALE, Packing
 from ..state.rows import dropped_samples, mark_samples, per_row
@@ -40,8 +42,15 @@ def fixed_point(
     *args: Any,
     solver: str | Solver = "broyden",
     adjoint: str | Adjoint = "implicit",
+    groups: Groups | Tensor | str | None = None,
+    scale: Any = None,
+    per_sample: Any = None,
+    stop_fn: StopFn | None = None,
+    kernel: str = "auto",
+    drop_converged: bool = False,
+    trace: bool = False,
+    warn: bool = True,
     return_solution: bool = False,
-    **options: Any,
 ) -> Any:
     """Fixed point z* = f(z*, *args), differentiable in `args` and in the parameters of f.
 
@@ -54,16 +63,21 @@ def fixed_point(
         args: tensors, pytrees of them, or anything else that f takes.
         solver: of the forward solve, as for ``DEQBlock``.
         adjoint: how gradients are found, as for ``DEQBlock``.
+        groups: the samples of rows that f couples, see ``solve``.
+        scale: the typical sizes of the tensors of z, see ``solve``.
+        per_sample: which tensors of `args` have one row per row of z, as for ``DEQBlock``: a tuple like `args`.
+        stop_fn: a second rule that ends samples, see ``solve``.
+        kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
+        drop_converged: give f only the rows of z and `args` whose samples still run, as for ``DEQBlock``.
+        trace: record residuals in the Solution, as for ``DEQBlock``.
+        warn: warn at every call, as for ``DEQBlock``.
         return_solution: return the Solution too.
-        options: further ones of ``DEQBlock`` and of its call: kernel, drop_converged, per_sample, trace,
-            stop_fn, scale, warn, groups. The warning comes at every call. `per_sample` is a tuple like `args`.
 
     Returns:
         `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``DEQBlock``. TypeError for an unknown option, or for one that concerns
-            several calls of a block: init, eval_solver, cuda_graph, compile.
+        TypeError, ValueError, RuntimeError: as ``DEQBlock``.
 
     Examples:
         The square root of a by Newton's iteration, and its derivative:
@@ -81,14 +95,9 @@ def fixed_point(
         >>> torch.vmap(torch.func.grad(root))(torch.tensor([[[4.0]], [[16.0]]])).flatten()
         tensor([0.2500, 0.1250])
     """
-    _check_options("fixed_point", options)
-    options |= {"solver": solver, "adjoint": adjoint}
-    return untraced(_solve, _Spread(f), z0, args, return_solution, options)
-
-
-def _check_options(function: str, options: dict[str, Any]) -> None:
-    if kept := sorted(options.keys() & {"init", "eval_solver", "cuda_graph", "compile"}):
-        raise TypeError(f"{function} takes no {kept[0]!r}, which serves many calls: make a DEQBlock")
+    options: dict[str, Any] = dict(solver=solver, adjoint=adjoint, scale=scale, per_sample=per_sample, stop_fn=stop_fn)
+    options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, warn=warn)
+    return untraced(_solve, _Spread(f), z0, args, groups, return_solution, options)
 
 
 class _Stepped(nn.Module):
@@ -125,8 +134,15 @@ def root(
     solver: str | Solver = ROOTS,
     adjoint: str | Adjoint = "implicit",
     sign: float | None = None,
+    groups: Groups | Tensor | str | None = None,
+    scale: Any = None,
+    per_sample: Any = None,
+    stop_fn: StopFn | None = None,
+    kernel: str = "auto",
+    drop_converged: bool = False,
+    trace: bool = False,
+    warn: bool = True,
     return_solution: bool = False,
-    **options: Any,
 ) -> Any:
     """Root z* of g(z*, *args) = 0, differentiable in `args` and in the parameters of g.
 
@@ -135,6 +151,8 @@ def root(
     between 2^-60 and 2^60 changes neither iterates nor evaluations, for a tolerance with the same factor.
 
     The solver works on z / |s|, so that its residual is |g|. Its other tolerance, `rtol`, is relative to z / |s|.
+
+    Arguments that are not listed here are those of ``fixed_point``. `stop_fn` is given z and z + s g(z).
 
     Args:
         g: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
@@ -146,7 +164,6 @@ def root(
             three evaluations of g: at z0, near z0, and about as far from z0 as z0 is long, plus 1 for each number. If
             the last is not finite, the second decides.
         return_solution: return the Solution too, whose residual is |g| if the tolerance is absolute.
-        options: as for ``fixed_point``. The `stop_fn` is given z and z + s g(z).
 
     Returns:
         `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
@@ -164,9 +181,9 @@ def root(
     signs = (None, 1, -1)
     if sign not in signs:
         raise ValueError(f"sign must be 1, -1 or None, got {sign!r}")
-    _check_options("root", options)
-    options |= {"solver": solver, "adjoint": adjoint}
-    return untraced(_solve_root, g, z0, args, sign, return_solution, options)
+    options: dict[str, Any] = dict(solver=solver, adjoint=adjoint, scale=scale, per_sample=per_sample, stop_fn=stop_fn)
+    options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, warn=warn)
+    return untraced(_solve_root, g, z0, args, sign, groups, return_solution, options)
 
 
 def _solve_root(
@@ -174,23 +191,24 @@ def _solve_root(
     z0: Any,
     args: tuple[Any, ...],
     sign: float | None,
+    groups: Groups | Tensor | str | None,
     return_solution: bool,
     options: dict[str, Any],
 ) -> Any:
-    packing = Packing(z0, options.get("groups"))
+    packing = Packing(z0, groups)
     rows = packing.leaves[0].shape[0]
     if sign is None:
         steps = _tried(g, z0, args, packing)
         signs, sizes = steps.sign(), steps.abs()
     else:
         signs, sizes = torch.full((rows,), float(sign), device=packing.device), None
-    marks = (dropped_samples if options.get("drop_converged") else mark_samples)(args, rows, options.get("per_sample"))
+    marks = (dropped_samples if options["drop_converged"] else mark_samples)(args, rows, options["per_sample"])
     if None not in marks:  # else x, which has the steps too, is judged like args
         options["per_sample"] = pytree.tree_unflatten(marks, pytree.tree_structure(args)), True, sizes is not None
-    if callable(stop_fn := options.get("stop_fn")):
+    if callable(stop_fn := options["stop_fn"]):
         options["stop_fn"] = lambda u, value, k: stop_fn(_times(sizes, u), _times(sizes, value), k)
     start = z0 if sizes is None else _times(1 / sizes, z0)
-    u, solution = _solve(_Stepped(g), start, (args, signs, sizes), True, options)
+    u, solution = _solve(_Stepped(g), start, (args, signs, sizes), groups, True, options)
     z = _times(sizes, u)
     return (z, replace(solution, value=_times(sizes, solution.value))) if return_solution else z
 
@@ -236,8 +254,14 @@ def _signs(like: Tensor) -> Tensor:
     return numbers.square().cos().sign().view(like.shape[1:])
 
 
-def _solve(cell: nn.Module, z0: Any, x: tuple[Any, ...], return_solution: bool, options: dict[str, Any]) -> Any:
-    groups = options.pop("groups", None)
+def _solve(
+    cell: nn.Module,
+    z0: Any,
+    x: tuple[Any, ...],
+    groups: Groups | Tensor | str | None,
+    return_solution: bool,
+    options: dict[str, Any],
+) -> Any:
     block = DEQBlock(cell, **options)
     block._changes.evaluates = False  # every call would repeat its evaluations
     block.training = not is_exporting()  # torch.export refuses a block in training; nobody else uses this one

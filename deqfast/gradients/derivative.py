@@ -6,8 +6,9 @@ There are two concepts: a ``StateFunction`` f, which vmaps fold, and its ``Linea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -60,24 +61,58 @@ def on_values(
     work: Work, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
 ) -> Tensors:
     """Results of the work on the values of these tensors, outside of all transforms, and without derivative."""
-    return list(_OnValues.apply(work, f, members, len(state), len(rows), *state, *rows, *others))
+    return _OnValues.of(work, f, members, state, rows, others)
 
 
-class _OnValues(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Call:
+    """Call of a function, without its tensors: those of the state, of the rows and the others, in numbers `counts`."""
+
+    f: StateFunction
+    members: int
+    counts: list[int]
+
+    def split(self, items: Iterable[Any]) -> list[list[Any]]:
+        """Items, one for each tensor, as those of the state, of the rows and of the others."""
+        items = iter(items)
+        return [list(islice(items, count)) for count in self.counts]
+
+    def linearised(self, tensors: Sequence[Tensor], needed: list[bool]) -> Linearisation:
+        """Linearisation at these tensors, in the rows and others that are needed and differentiable."""
+        state, rows, others = self.split(tensors)
+        pairs = zip(rows + others, needed, strict=True)
+        chosen = [i for i, (t, need) in enumerate(pairs) if need and (t.is_floating_point() or t.is_complex())]
+        return Linearisation(self.f, state, rows, others, chosen, self.members)
+
+
+class _OfCall(torch.autograd.Function):
+    """Function of something of its own, a ``_Call`` and the call's tensors. Vmaps fold into the rows."""
+
+    @classmethod
+    def of(cls, own: Any, f: StateFunction, members: int, *arguments: Tensors) -> Tensors:
+        return list(cls.apply(own, _Call(f, members, [len(part) for part in arguments]), *chain(*arguments)))
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, own: Any, call: _Call, *tensors: Tensor) -> Any:
+        count, (_, _, *dims) = info.batch_size, in_dims
+        state, rows, others = call.split(zip(tensors, dims, strict=True))
+        folded = [(t.expand(count, *t.shape) if d is None else t.movedim(d, 0)).flatten(0, 1) for t, d in state + rows]
+        moved = [t if dim is None else t.movedim(dim, 0) for t, dim in others]
+        f = call.f.folded(count, [None if dim is None else 0 for _, dim in others], info.randomness)
+        results = cls.apply(own, replace(call, f=f, members=count * call.members), *folded, *moved)
+        return tuple(unfold(results, count)), (0,) * len(results)
+
+
+class _OnValues(_OfCall):
     @staticmethod
-    def forward(work: Work, f: StateFunction, members: int, states: int, rows: int, *tensors: Tensor) -> Any:
-        values = [tensor.detach() for tensor in tensors]
-        bound = f.bind(values[states : states + rows], values[states + rows :])
-        return tuple(work(bound, values[:states], members))
+    def forward(work: Work, call: _Call, *tensors: Tensor) -> Any:
+        state, rows, others = call.split(tensor.detach() for tensor in tensors)
+        return tuple(work(call.f.bind(rows, others), state, call.members))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.mark_non_differentiable(*output)
         ctx.results = len(output)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _vmapped(_OnValues, info, in_dims, *inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -173,65 +208,51 @@ class Once(Derivative):
     def push(self, at: Linearisation, tangents: Tensors) -> Tensors:
         return self._refuse(replace(at, f=self.surrogate(at.f)).push(tangents), tangents, at)
 
-    def _refuse(self, found: Tensors, given: Tensors, at: Linearisation) -> Tensors:
-        sources = (*given, *at.state, *at.rows, *at.others)
-        return [NoDoubleBackward.apply(tensor, self.name, *sources) for tensor in found]
+    def _refuse(self, products: Tensors, vectors: Tensors, at: Linearisation) -> Tensors:
+        sources = (*vectors, *at.state, *at.rows, *at.others)
+        return [NoDoubleBackward.apply(product, self.name, *sources) for product in products]
 
 
 def attached(
     derivative: Derivative, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
 ) -> Tensors:
     """Copy of the state, differentiable in `rows` and `others` as `derivative` says."""
-    return list(_Attached.apply(derivative, f, members, len(state), len(rows), *state, *rows, *others))
+    return _Attached.of(derivative, f, members, state, rows, others)
 
 
-class _Attached(torch.autograd.Function):
+class _Attached(_OfCall):
     @staticmethod
-    def forward(
-        derivative: Derivative, f: StateFunction, members: int, states: int, rows: int, *tensors: Tensor
-    ) -> Any:
-        return tuple(tensor.clone() for tensor in tensors[:states])
+    def forward(derivative: Derivative, call: _Call, *tensors: Tensor) -> Any:
+        return tuple(tensor.clone() for tensor in call.split(tensors)[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.derivative, ctx.f, ctx.members, ctx.states, ctx.rows, *tensors = inputs
-        ctx.save_for_backward(*output, *tensors[ctx.states :])
-        ctx.save_for_forward(*output, *tensors[ctx.states :])
+        ctx.derivative, ctx.call, *tensors = inputs
+        _, rows, others = ctx.call.split(tensors)
+        ctx.save_for_backward(*output, *rows, *others)
+        ctx.save_for_forward(*output, *rows, *others)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _vmapped(_Attached, info, in_dims, *inputs)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        needed = ctx.needs_input_grad[5 + ctx.states :]
-        found: list[Tensor | None] = [None] * len(needed)
+        _, _, *needed = ctx.needs_input_grad
+        state, rows, others = ctx.call.split(needed)
+        pulled: dict[int, Tensor] = {}
         if any(grad is not None for grad in grads):
-            at = _linearisation(ctx, list(ctx.saved_tensors), needed)
+            at = ctx.call.linearised(ctx.saved_tensors, rows + others)
             full = [torch.zeros_like(z) if g is None else g for g, z in zip(grads, at.state, strict=True)]
-            pulled = over_members(lambda grads: ctx.derivative.pull(at, grads), full)
-            for i, grad in zip(at.chosen, pulled, strict=True):
-                found[i] = grad
-        return (*[None] * (5 + ctx.states), *found)
+            gradients = over_members(lambda grads: ctx.derivative.pull(at, grads), full)
+            pulled = dict(zip(at.chosen, gradients, strict=True))
+        return None, None, *[None for _ in state], *[pulled.get(i) for i, _ in enumerate(rows + others)]
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        given = tangents[5 + ctx.states :]
-        chosen = [t for t in given if t is not None]
+    def jvp(ctx: Any, derivative: None, call: None, *tangents: Tensor | None) -> Any:
+        _, rows, others = ctx.call.split(tangents)
         with forward_mode():  # torch closes it for this call, and would lose what outer levels differentiate
             saved = [without_tangent(tensor) for tensor in ctx.saved_tensors]
-            at = _linearisation(ctx, saved, [tangent is not None for tangent in given])
-            return tuple(over_members(lambda tangents: ctx.derivative.push(at, tangents), chosen))
-
-
-def _linearisation(ctx: Any, tensors: Tensors, needed: Sequence[bool]) -> Linearisation:
-    split = ctx.states + ctx.rows
-    given = tensors[ctx.states :]
-    chosen = [i for i, need in enumerate(needed) if need and (given[i].is_floating_point() or given[i].is_complex())]
-    return Linearisation(
-        ctx.f, tensors[: ctx.states], tensors[ctx.states : split], tensors[split:], chosen, ctx.members
-    )
+            at = ctx.call.linearised(saved, [tangent is not None for tangent in rows + others])
+            pushed = [tangent for tangent in rows + others if tangent is not None]
+            return tuple(over_members(lambda tangents: ctx.derivative.push(at, tangents), pushed))
 
 
 def of_members(options: Options, members: int) -> Options:
@@ -245,30 +266,9 @@ def transpose(product: Callable[[Tensors], Any], at: Tensors) -> Callable[[Tenso
     return torch.func.vjp(lambda v: product(v)[0], [torch.zeros_like(t) for t in at])[1]
 
 
-def in_dtypes_of(state: Tensors, found: Tensors) -> Tensors:
-    """`found` in the dtypes of the state."""
-    return [y.to(z.dtype) for y, z in zip(found, state, strict=True)]
-
-
-def _vmapped(
-    function: type[torch.autograd.Function],
-    info: Any,
-    in_dims: Any,
-    own: Any,
-    f: StateFunction,
-    members: int,
-    states: int,
-    rows: int,
-    *tensors: Tensor,
-) -> Any:
-    """Results of `function` for all members of a vmap, which fold into the rows; and their dimensions."""
-    count, of_rows = info.batch_size, states + rows
-    moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims[5:], strict=True)]
-    for i, dim in enumerate(in_dims[5 : 5 + of_rows]):
-        moved[i] = (moved[i] if dim is not None else moved[i].expand(count, *moved[i].shape)).flatten(0, 1)
-    folded = f.folded(count, [None if dim is None else 0 for dim in in_dims[5 + of_rows :]], info.randomness)
-    found = function.apply(own, folded, count * members, states, rows, *moved)
-    return tuple(unfold(found, count)), (0,) * len(found)
+def in_dtypes_of(state: Tensors, outputs: Tensors) -> Tensors:
+    """`outputs` in the dtypes of the state."""
+    return [y.to(z.dtype) for y, z in zip(outputs, state, strict=True)]
 
 
 def unfold(tensors: Sequence[Tensor], members: int) -> Tensors:

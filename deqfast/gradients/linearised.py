@@ -58,8 +58,8 @@ class Product:
             return self.loops.solve(_affine, (self.graph, saved, start), start, options)
 
 
-def _affine(u: list[Tensor], given: tuple[fx.GraphModule, list[Tensor], list[Tensor]]) -> list[Tensor]:
-    graph, saved, start = given
+def _affine(u: list[Tensor], x: tuple[fx.GraphModule, list[Tensor], list[Tensor]]) -> list[Tensor]:
+    graph, saved, start = x
     return [p + g for p, g in zip(graph(*u, saved), start, strict=True)]
 
 
@@ -71,7 +71,7 @@ class Linearised:
 
     def _begin(self) -> None:
         self._codes = Codes(_evaluated, backend=self._capture)
-        self._found = threading.local()
+        self._current = threading.local()
 
     def __call__(self, cell: Callable[[Any, Any], Any], z: Any, x: Any) -> Product | None:
         """Product with the Jacobian of cell(., x) at z; None if there are no samples or torch runs code uncompiled.
@@ -84,32 +84,32 @@ class Linearised:
             return None
         leaves = [leaf.detach().requires_grad_() for leaf in pytree.tree_leaves(z)]
         x = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
-        self._found.product = None
+        self._current.product = None
         try:
             with torch.enable_grad():
                 self._codes.call(packing.resized(0).signature(), cell, packing.spec, leaves, x)
         except Exception as error:
             raise RuntimeError(f"compile=True: {_REFUSAL}: {reason(error)}") from error
-        found, self._found.product = self._found.product, None
-        if found is None:
+        product, self._current.product = self._current.product, None
+        if product is None:
             return None
-        graph, saved, loops = found
+        graph, saved, loops = product
         return Product(graph, [keep(tensor) for tensor in saved], loops, leaves)
 
     def _capture(self, captured: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Backend of torch.compile, whose code leaves the product in `_found` in place of an evaluation."""
+        """Backend of torch.compile, whose code leaves the product in `_current` in place of an evaluation."""
         states = [node.meta["example_value"] for node in captured.graph.nodes if node.target is _differentiated]
 
         def products(u: list[Tensor], inputs: list[Any]) -> list[Tensor]:
             evaluation = _Evaluation(captured)
             with torch.enable_grad():
                 values = evaluation.run(*pytree.tree_map_only(Tensor, Tensor.detach, inputs))
-                found = vjp(values, evaluation.leaves, u)
-            return [torch.zeros_like(v) if p is None else p for p, v in zip(found, u, strict=True)]
+                pulled = vjp(values, evaluation.leaves, u)
+            return [torch.zeros_like(v) if p is None else p for p, v in zip(pulled, u, strict=True)]
 
         # The inputs with which torch.compile traced; its guards know their sizes.
-        given = [node.meta["example_value"] for node in captured.graph.nodes if node.op == "placeholder"]
-        arguments = [torch.empty_like(z) for z in states], given
+        examples = [node.meta["example_value"] for node in captured.graph.nodes if node.op == "placeholder"]
+        arguments = [torch.empty_like(z) for z in states], examples
         graph = make_fx(products, tracing_mode="symbolic")(*arguments)
         # Backward formulas may write to fresh zeros, which the split would otherwise compute only once.
         graph = make_fx(torch.func.functionalize(graph), tracing_mode="symbolic")(*arguments)
@@ -118,7 +118,7 @@ class Linearised:
 
         def run(*inputs: Any) -> list[None]:
             with torch.no_grad(), torch.autocast(states[0].device.type, enabled=False):
-                self._found.product = product, once(*inputs), loops
+                self._current.product = product, once(*inputs), loops
             return [None] * outputs
 
         return run
@@ -154,34 +154,32 @@ class _Evaluation(fx.Interpreter):
 def _parted(graph: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a graph: the part without the first `count` inputs, and the rest, with them and that part's results."""
     *nodes, output = graph.graph.nodes
-    hanging = set(nodes[:count])
+    dependent = set(nodes[:count])
     for node in nodes:
-        if not hanging.isdisjoint(node.all_input_nodes):
-            hanging.add(node)
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    computed = dependent.union(filter(_is_made_in_loops, nodes))  # by the product; it saves the rest of what it reads
+    read = {*dependent, *output.args[0]}
+    for node in reversed(nodes):
+        if node in read and node in computed:
+            read.update(node.all_input_nodes)
+    sizes = {node: size for node in nodes if node in read and (size := _size(node, nodes)) is not None}
+    read.update(tensor for tensor, _ in sizes.values())
+    saved = [node for node in nodes if node in read and node not in computed and node not in sizes]
+
     once, product = fx.Graph(), fx.Graph()
-    saved: list[fx.Node] = []
     copies = {node: product.placeholder(node.name) for node in nodes[:count]}
-    given = product.placeholder("saved")
-
-    def carried(node: fx.Node) -> fx.Node:
-        """The node in the graph of the product."""
-        if node not in copies:
-            if (size := _size(node, nodes)) is not None:
-                copies[node] = product.call_function(torch.ops.aten.sym_size.int, (carried(size[0]), size[1]))
-            elif node in hanging or _is_made_in_loops(node):
-                copies[node] = product.node_copy(node, carried)
-            else:
-                copies[node] = product.call_function(operator.getitem, (given, len(saved)))
-                saved.append(node)
-        return copies[node]
-
-    for node in nodes:
-        if node in hanging:
-            carried(node)
-    product.output([carried(node) for node in output.args[0]])
+    results = product.placeholder("saved")
+    copies |= {node: product.call_function(operator.getitem, (results, i)) for i, node in enumerate(saved)}
+    for number, (tensor, dimension) in sizes.items():
+        copies[number] = product.call_function(torch.ops.aten.sym_size.int, (copies[tensor], dimension))
+    for node in nodes[count:]:
+        if node in read and node in computed:
+            copies[node] = product.node_copy(node, copies.__getitem__)
+    product.output([copies[node] for node in output.args[0]])
     alone: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        if node not in hanging:
+        if node not in dependent:
             alone[node] = once.node_copy(node, alone.__getitem__)
     once.output([alone[node] for node in saved])
     once.eliminate_dead_code()

@@ -28,7 +28,7 @@ class Neumann(Adjoint):
     Args:
         steps: number of terms, at least 1; steps=1 with relaxation=1 is ``JFB``. Each but the first costs a product
             with the Jacobian.
-        relaxation: in ]0, 1].
+        relaxation: in (0, 1].
 
     Raises:
         TypeError, ValueError: an argument is not a number of this range.

@@ -30,7 +30,7 @@ class Phantom(Adjoint):
 
     Args:
         steps: number of calls, at least 1.
-        relaxation: weight of f(z) in a step, in ]0, 1].
+        relaxation: weight of f(z) in a step, in (0, 1].
 
     Raises:
         TypeError, ValueError: an argument is not a number of this range.

@@ -47,7 +47,7 @@ class Reversible(Iterated):
 
     Args:
         steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter.
-        relaxation: weight of f in a step, in ]0, 0.99]. A value near 1 needs fewer steps, but fewer can be reversed.
+        relaxation: weight of f in a step, in (0, 0.99]. A value near 1 needs fewer steps, but fewer can be reversed.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

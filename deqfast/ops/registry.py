@@ -215,6 +215,7 @@ class Op:
     def reference(self) -> Callable[..., Any]:
         """Reference of the op in plain torch."""
         function = getattr(import_module(f"{self.arguments.__module__}.reference"), self.name)
+        _ = self._records  # now, because a trace cannot enter the lock of a cached property
         return lambda *values: function(self._bind(*values))
 
     @cached_property

@@ -18,13 +18,13 @@ class Anderson(Multisecant):
     Source: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
 
     Args:
-        rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
+        rtol: relative tolerance, in [0, 1), see ``Solver``.
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
         history_size: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
         kind: "II" or "I".
-        relaxation: weight of the residual in the step, in ]0, 2].
+        relaxation: weight of the residual in the step, in (0, 2].
         ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
             the scale of z; in [0, 1].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.

@@ -13,32 +13,12 @@ from ..kernels.constants import NONFINITE, RUNNING, STALL_GAIN
 from ..ops import Kernel
 from ..ops.steps import PROGRESS
 from .anderson import Anderson
-from .base import Solver, State
+from .base import Solver, State, Step
 from .broyden import Broyden
 
-FIRST, START, LEAST, GAIN_ITERATION = map(PROGRESS.index, ("first", "start", "least", "gain_iteration"))
-OF_THE_SOLVE = [FIRST, START, LEAST]  # progress of the whole solve, which a new stage must not reset
-
-
-@dataclass
-class Cohort:
-    """Samples that began the same stage at the same evaluation.
-
-    Attributes:
-        stage: index of the stage, from 0.
-        start: evaluations before this stage.
-        state: state of the stage's solver; it shares z, best, residual and progress with the whole solve.
-        members: mask (B,).
-        begun: rows OF_THE_SOLVE of the progress before this stage, (3, B).
-        used: evaluations of each sample before this stage, (B,) int32.
-    """
-
-    stage: int
-    start: int
-    state: State
-    members: Tensor
-    begun: Tensor
-    used: Tensor
+FIRST, GAIN_ITERATION = map(PROGRESS.index, ("first", "gain_iteration"))
+# Progress of the whole solve, which a new stage must not reset.
+OF_THE_SOLVE = list(map(PROGRESS.index, ("first", "start", "least")))
 
 
 @dataclass
@@ -46,22 +26,23 @@ class AutoState(State):
     """State of a solve by stages.
 
     Attributes:
-        only: state of the first stage while all samples are in it, else None.
-        cohorts: the samples by stage, once some have left the first one.
+        stage: number of each sample's stage, from 0, (B,) int32.
+        begin: evaluations before this stage, (B,) int32.
+        skipped: those of them in which the sample did not run, (B,) int32.
         seen: absolute residuals (B,) at the last check of progress.
+        first: state of the first stage before its first step, else None.
+        steps: bound step of each pair (stage, begin) of a running sample. All work on the tensors of this state.
     """
 
-    only: State | None = field(kw_only=True)
+    stage: Tensor = field(kw_only=True)
+    begin: Tensor = field(kw_only=True)
+    skipped: Tensor = field(kw_only=True)
     seen: Tensor = field(kw_only=True)
-    cohorts: list[Cohort] = field(default_factory=list)
+    first: State | None = field(kw_only=True)
+    steps: dict[tuple[int, int], Step] = field(default_factory=dict)
 
     def iterations_at(self, k: int) -> Tensor | int:
-        if self.only is not None:
-            return super().iterations_at(k)
-        found = self.iterations
-        for cohort in self.cohorts:
-            found = torch.where(cohort.members, cohort.used + (k - cohort.start + 1), found)
-        return found
+        return k + 1 - self.skipped
 
 
 @dataclass(frozen=True)
@@ -74,13 +55,13 @@ class Auto(Solver):
 
     All share one budget of `max_iter` evaluations. After every 30 evaluations, samples without progress move to the
     next stage and start from their best iterate. A sample makes no progress if f has returned a value that is not
-    finite, or if neither its relative nor its absolute residual has fallen by 5 %. A sample never moves earlier, so its
-    answer does not depend on the others. A sample that converges in the first stage is solved as by ``Broyden``, bit
-    for bit. Stages depend on values, so exports, CUDA graphs and compiled solves refuse this solver. Source of the
-    idea: the polyalgorithms of NonlinearSolve.jl (arXiv 2403.16341).
+    finite, or if neither its relative nor its absolute residual has fallen by 5 %. A sample moves only then, even if
+    all others are done, so its answer does not depend on them. A sample that converges in the first stage is solved as
+    by ``Broyden``, bit for bit. Stages depend on values, so exports, CUDA graphs and compiled solves refuse this
+    solver. Source of the idea: the polyalgorithms of NonlinearSolve.jl (arXiv 2403.16341).
 
     Args:
-        rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
+        rtol: relative tolerance, in [0, 1), see ``Solver``.
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
@@ -116,74 +97,76 @@ class Auto(Solver):
         return [Broyden(**common), Anderson(**short), Broyden(**short, history_size=self.HISTORY)]
 
     def init(self, z: Tensor, kernel: Kernel) -> AutoState:
-        only = self.stages[0].init(z, kernel)
-        shared = {each.name: getattr(only, each.name) for each in fields(State)}
-        return AutoState(**shared, only=only, seen=only.residual[1].clone())
+        first = self.stages[0].init(z, kernel)
+        stage, begin, skipped = torch.zeros(3, len(z), dtype=torch.int32, device=z.device)
+        seen = first.residual[1].clone()
+        return AutoState(**_monitor(first), stage=stage, begin=begin, skipped=skipped, seen=seen, first=first)
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
         assert isinstance(state, AutoState)
-        rule = state.rule or self.rule()
-        if state.only is not None:
-            state.only.rule = rule
-            self.stages[0].advance(state.only, fz, k, last)
+        if state.first is not None:
+            state.rule = state.first.rule = state.rule or self.rule()
+            state.steps[0, 0], state.first = self.stages[0].bind(state.first), None
+        if len(state.steps) == 1:
+            next(iter(state.steps.values()))(fz, k, last)
             return
-        running = state.running
-        for cohort in state.cohorts:
-            own, stage, local = cohort.members & running, cohort.state, k - cohort.start
-            # The solve has judged this iterate before; the stage's own state does not know that yet.
-            stage.rule = rule if local else rule.undecided()
-            stage.status = torch.where(own, RUNNING, NONFINITE).to(torch.int8)
-            self.stages[cohort.stage].advance(stage, fz, local, last)
-            state.status.copy_(torch.where(own, stage.status, state.status))
-            state.iterations.copy_(torch.where(own, stage.iterations + cohort.used, state.iterations))
-            if not local:
-                of_solve = torch.where(cohort.members, cohort.begun, state.progress[OF_THE_SOLVE])
-                state.progress[OF_THE_SOLVE] = of_solve
+        running, status = state.running, state.status.clone()
+        for (stage, begin), step in state.steps.items():
+            own = running & (state.stage == stage) & (state.begin == begin)
+            state.status.copy_(~own)  # a step leaves out rows that do not run
+            step(fz, k, last)
+            status = torch.where(own, state.status, status)
+        state.status.copy_(status)
         state.active.copy_(state.running.sum())
 
     def resume(self, state: State, k: int, max_iter: int) -> int:
         assert isinstance(state, AutoState)
         at = -(-k // self.PATIENCE) * self.PATIENCE  # the next multiple of PATIENCE, at which samples change stage
         if at < max_iter:
-            self._regroup(state, at)
+            self._change_stages(state, at)
         return at if at < max_iter and bool(state.running.any()) else max_iter
 
-    def _regroup(self, state: AutoState, k: int) -> None:
+    def _change_stages(self, state: AutoState, k: int) -> None:
         """Move the samples without progress to their next stage, at evaluation k."""
-        cohorts = state.cohorts if state.only is None else [self._first_cohort(state, state.only)]
-        last = len(self.stages) - 1
         broken = (state.status == NONFINITE) & torch.isfinite(state.residual[1])
         before = torch.minimum(state.seen, state.progress[FIRST])
         still = state.running & (state.residual[1] > STALL_GAIN * before)
+        stuck = still & (k - state.begin - state.progress[GAIN_ITERATION] >= self.PATIENCE)
         state.seen.copy_(state.residual[1])
-        begun = []
-        for cohort in cohorts:
-            stuck = still & (k - cohort.start - state.progress[GAIN_ITERATION] >= self.PATIENCE)
-            leaves = cohort.members & (stuck | broken)
-            if cohort.stage < last and bool(leaves.any()):
-                cohort.members &= ~leaves
-                begun.append(self._cohort(state, cohort.stage + 1, k, leaves))
-        if not begun:
+        leaves = (state.stage < len(self.stages) - 1) & (stuck | broken)
+        if not bool(leaves.any()):
             return
-        state.only = None
-        state.cohorts = [each for each in cohorts if bool((each.members & state.running).any())] + begun
-        for cohort in begun:
-            state.z.copy_(torch.where(cohort.members[:, None], state.best, state.z))
-            state.status.masked_fill_(cohort.members, RUNNING)
+        state.stage += leaves
+        state.begin.masked_fill_(leaves, k)
+        state.skipped.copy_(torch.where(leaves, k - state.iterations, state.skipped))
+        state.z.copy_(torch.where(leaves[:, None], state.best, state.z))
+        state.status.masked_fill_(leaves, RUNNING)
         state.active.copy_(state.running.sum())
+        pairs = torch.stack([state.stage, state.begin], dim=1)[state.running].unique(dim=0).tolist()
+        state.steps = {(s, b): state.steps.get((s, b)) or self._step(state, s, b) for s, b in pairs}
 
-    def _first_cohort(self, state: AutoState, only: State) -> Cohort:
-        own = replace(only, iterations=only.iterations.clone(), active=only.active.clone())
-        begun, used = state.progress[OF_THE_SOLVE], torch.zeros_like(state.iterations)
-        return Cohort(stage=0, start=0, state=own, members=torch.ones_like(state.running), begun=begun, used=used)
+    def _step(self, state: AutoState, stage: int, begin: int) -> Step:
+        """Step of a later stage, which begins now."""
+        assert state.rule is not None
+        solver = self.stages[stage]
+        own = replace(solver.init(state.z, state.kernel), **_monitor(state))
+        step = solver.bind(own)
+        own.rule = state.rule.undecided()
+        first = solver.bind(own)
 
-    def _cohort(self, state: AutoState, stage: int, k: int, members: Tensor) -> Cohort:
-        shared = {name: getattr(state, name) for name in ("best", "residual", "progress")}
-        return Cohort(
-            stage=stage,
-            start=k,
-            state=replace(self.stages[stage].init(state.z, state.kernel), **shared),
-            members=members,
-            begun=state.progress[OF_THE_SOLVE],
-            used=state.iterations.clone(),
-        )
+        def advance(fz: Tensor, k: int, last: bool) -> None:
+            running = state.running
+            if k > begin:
+                step(fz, k - begin, last)
+            else:  # the whole solve has judged this iterate before
+                before = state.progress[OF_THE_SOLVE]
+                first(fz, 0, last)
+                state.progress[OF_THE_SOLVE] = torch.where(running, before, state.progress[OF_THE_SOLVE])
+            state.iterations.copy_(torch.where(running, state.iterations_at(k), state.iterations))
+
+        return advance
+
+
+def _monitor(state: State) -> dict[str, Any]:
+    """Fields that a solve and its stages share."""
+    return {each.name: getattr(state, each.name) for each in fields(State)}

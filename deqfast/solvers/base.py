@@ -95,7 +95,8 @@ class Solver(ChecksKeywords):
     - |f(z)| <= 2 max(|f(z0)|, |g0|) and |g| <= |g0|;
     - |g| + eps |f(z)| <= max(atol, c |g0|), with c = min(0.1, 100 rtol), or min(0.1, 100 atol) if rtol is 0.
 
-    eps is the unit of f's rounding. The residual is |g| / (|f(z)| + atol / rtol), or |g| if rtol is 0.
+    eps is the unit of f's rounding. The residual is |g| / (|f(z)| + atol / rtol), or |g| if rtol is 0. The page
+    Concepts has reasons and limits of this rule, under Stopping.
 
     deqfast does the loop, stopping, packing of pytrees and gradients. A solver of your own overrides:
 

@@ -37,14 +37,14 @@ class Broyden(Multisecant):
     Schnabel, Math. Programming 63 (1994), for the compact form.
 
     Args:
-        rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
+        rtol: relative tolerance, in [0, 1), see ``Solver``.
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
         history_size: pairs kept, which bounds the memory of a solve: at least 1, at most 32 on triton and cuda. None:
             max_iter, or 32 on triton and cuda. A full window slides, as if Broyden began at -I with its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.
-        relaxation: length of the step, in ]0, 2].
+        relaxation: length of the step, in (0, 2].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
 
     Raises:

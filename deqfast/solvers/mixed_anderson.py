@@ -87,10 +87,10 @@ class MixedAnderson(Solver):
     this solver.
 
     Args:
-        rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
+        rtol: relative tolerance, in [0, 1), see ``Solver``.
         max_iter: calls of f, at least 1.
         history_size: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
-        relaxation: weight r of the proposal: z_i + r (p_i - z_i) replaces p_i. In ]0, 2].
+        relaxation: weight r of the proposal: z_i + r (p_i - z_i) replaces p_i. In (0, 2].
         ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
             the scale of the errors; in [0, 1].
         mixing_fn: (error, proposal) = mixing_fn(z, fz), called after every evaluation but the last of max_iter, without

@@ -16,11 +16,11 @@ class Picard(Solver):
     """Damped fixed-point iteration z <- z + relaxation (f(z) - z), for contractive f; keeps no history.
 
     Args:
-        rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
+        rtol: relative tolerance, in [0, 1), see ``Solver``.
         max_iter: calls of f, at least 1.
         atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        relaxation: length of the step, in ]0, 2].
+        relaxation: length of the step, in (0, 2].
 
     Raises:
         TypeError, ValueError: an argument is not as above.

@@ -120,17 +120,17 @@ def transform(plan: Plan, adjoint: Adjoint) -> tuple[Any, Solution]:
     z, x, broken = plan.without_broken(solution)
     f = CellFunction(plan, x)
     values, spec = pytree.tree_flatten(solution.value)
-    found = attached(derivative, f, pytree.tree_leaves(z), [], f.others)
+    leaves = attached(derivative, f, pytree.tree_leaves(z), [], f.others)
     if broken is not None:
-        found = [torch.where(per_row(broken, v), v, y) for v, y in zip(values, found, strict=True)]
-    return pytree.tree_unflatten(found, spec), solution
+        leaves = [torch.where(per_row(broken, v), v, y) for v, y in zip(values, leaves, strict=True)]
+    return pytree.tree_unflatten(leaves, spec), solution
 
 
 def _check_held(f: CellFunction, z0: Tensors) -> None:
     """Raise RuntimeError if the cell uses a tensor of a transform or graph that is not in `others`."""
     with torch.enable_grad():
-        found = f([constant(z) for z in z0], [], [constant(tensor) for tensor in f.others])
-    if any(is_transformed(y) for y in found):
+        outputs = f([constant(z) for z in z0], [], [constant(tensor) for tensor in f.others])
+    if any(is_transformed(y) for y in outputs):
         raise RuntimeError(
             "deqfast: under torch.func and forward-mode AD the cell may hold no tensor that is transformed or requires "
             "a gradient, except its parameters and buffers: its derivative would be lost. Give it to the block in x, "

@@ -5,8 +5,8 @@ traced block therefore becomes the op ``solve_block``, which runs the block unco
 ``pull_block``. The op's arguments are the tensors that the block reads: x, z0, `groups`, and the parameters and buffers
 of the cell. The rest, such as solver and hooks, is found in the live block by its number.
 
-The last output of ``solve_block`` is a ticket, which is saved for the backward pass. While it exists, the graph that
-autograd has recorded in ``solve_block`` is kept for ``pull_block``.
+An op returns only tensors. The last one of ``solve_block`` is therefore a ticket, which is saved for the backward pass.
+While it exists, the graph that autograd has recorded in ``solve_block`` is kept for ``pull_block``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ REFUSES: Refusals = {
     "a gradient of torch.func": "it would miss the block's part: leave the gradient out of compiled code, as "
     "torch.compiler.disable(torch.func.grad(f))",
 }
-# Marks for tensors in the description of a call. No constant of x equals them, because bytes are refused there.
-_TENSOR, _PARAMETER = b"tensor", b"parameter"
 
 
 class Block(Protocol):
@@ -103,7 +101,8 @@ def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: G
     buffers = dict(cell.named_buffers()) if cell is not None else {}
     index = groups.index if isinstance(groups, Groups) else groups
     tensors: list[Tensor] = []
-    described = _describe((x, z0, index, torch.is_grad_enabled(), parameters, buffers), tensors)  # fields of ``_Call``
+    call = _numbered((x, z0, index, torch.is_grad_enabled(), parameters, buffers), tensors)  # fields of ``_Call``
+    described = repr((call, [isinstance(tensor, nn.Parameter) for tensor in tensors]))
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = pytree.tree_leaves(z0)[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -143,27 +142,25 @@ class _Call:
     buffers: dict[str, Tensor]
 
     @classmethod
-    def of(cls, described: str, take: Callable[[bytes], Tensor]) -> _Call:
-        """Return the described call, with each mark replaced by `take(mark)`, in order."""
-        leaves, spec = _parsed(described)
-        return cls(*pytree.tree_unflatten([take(leaf) if isinstance(leaf, bytes) else leaf for leaf in leaves], spec))
+    def of(cls, described: str, tensors: list[Tensor]) -> _Call:
+        """Return the described call of these tensors."""
+        leaves, spec, _ = _parsed(described)
+        return cls(*pytree.tree_unflatten([tensors[leaf] if type(leaf) is int else leaf for leaf in leaves], spec))
 
 
 # An op takes tensors, numbers, strings and lists, but no trees. A record outside of the graph would be lost when torch
-# keeps compiled code on disk. A literal of the tree is a constant, which dynamo can trace.
-def _describe(tree: Any, tensors: list[Tensor]) -> str:
-    """Literal of the tree with marks in place of its tensors, which are appended to `tensors` in order."""
+# keeps compiled code on disk. Dynamo traces ``repr`` of a tree, but not ``treespec_dumps`` of its structure.
+def _numbered(tree: Any, tensors: list[Tensor]) -> Any:
+    """The tree with positions in place of its tensors, which are appended to `tensors`. It holds no other integers."""
     if isinstance(tree, Tensor):
         tensors.append(tree)
-        return repr(_PARAMETER if isinstance(tree, nn.Parameter) else _TENSOR)
+        return len(tensors) - 1
     if type(tree) is dict:
-        return "{" + ", ".join([f"{key!r}: {_describe(value, tensors)}" for key, value in tree.items()]) + "}"
-    if type(tree) is list:
-        return "[" + ", ".join([_describe(value, tensors) for value in tree]) + "]"
-    if type(tree) is tuple:
-        return "(" + "".join([_describe(value, tensors) + ", " for value in tree]) + ")"
+        return {key: _numbered(value, tensors) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([_numbered(value, tensors) for value in tree])
     if tree is None or isinstance(tree, (bool, str)):
-        return repr(tree)
+        return tree
     raise TypeError(
         "under torch.compile x and z0 must hold tensors, None, truth values and strings in dicts, lists and tuples, "
         f"got {type(tree).__name__}"
@@ -171,8 +168,10 @@ def _describe(tree: Any, tensors: list[Tensor]) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(described: str) -> tuple[list[Any], pytree.TreeSpec]:
-    return pytree.tree_flatten(ast.literal_eval(described))
+def _parsed(described: str) -> tuple[list[Any], pytree.TreeSpec, list[bool]]:
+    """Leaves and structure of a numbered call, and which of its tensors are parameters."""
+    call, are_parameters = ast.literal_eval(described)
+    return *pytree.tree_flatten(call), are_parameters
 
 
 class _Solve(torch.autograd.Function):
@@ -191,12 +190,8 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ticket, *inputs = ctx.saved_tensors
-        pulled = torch.ops.deqfast.pull_block(ticket, inputs, grads[: ctx.values])
-        results, position = [], 0
-        for want in ctx.wanted:
-            results.append(pulled[position] if want else None)
-            position += want
-        return None, None, None, None, *results
+        pulled = iter(torch.ops.deqfast.pull_block(ticket, inputs, grads[: ctx.values]))
+        return None, None, None, None, *[next(pulled) if want else None for want in ctx.wanted]
 
 
 class _Plain(nn.Module):
@@ -233,15 +228,12 @@ def _solve_block(
 
 def _with_leaves(described: str, tensors: list[Tensor], wanted: list[bool]) -> tuple[_Call, list[Tensor]]:
     """Return the call with the tensors as leaves of a new graph, and the leaves that need a gradient."""
-    given, leaves = iter(zip(tensors, wanted, strict=True)), []
-
-    def fresh(mark: bytes) -> Tensor:
-        tensor, want = next(given)
-        leaf = nn.Parameter(tensor.detach(), want) if mark == _PARAMETER else tensor.detach().requires_grad_(want)
-        leaves.extend([leaf] if want else [])
-        return leaf
-
-    return _Call.of(described, fresh), leaves
+    *_, are_parameters = _parsed(described)
+    fresh = [
+        nn.Parameter(tensor.detach(), want) if is_parameter else tensor.detach().requires_grad_(want)
+        for tensor, want, is_parameter in zip(tensors, wanted, are_parameters, strict=True)
+    ]
+    return _Call.of(described, fresh), [leaf for leaf, want in zip(fresh, wanted, strict=True) if want]
 
 
 def _swaps(block: Block, call: _Call, leaves: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -252,7 +244,7 @@ def _swaps(block: Block, call: _Call, leaves: list[Tensor]) -> tuple[dict[str, T
     own, named = tensors_of(block.cell), call.parameters | call.buffers
     fresh_of = {id(own[name]): tensor for name, tensor in named.items()}
     pairs = [(name, tensor, named.get(name, fresh_of[id(tensor)])) for name, tensor in own.items()]
-    stays = {id(t): tensor for _, tensor, t in pairs if _is_given(tensor, t, call.records)}
+    stays = {id(t): tensor for _, tensor, t in pairs if _is_same(tensor, t, call.records)}
     swapped = {f"block.cell.{name}": t for name, _, t in pairs if id(t) not in stays}
     return swapped, [stays.get(id(leaf), leaf) for leaf in leaves]
 
@@ -265,8 +257,8 @@ def _run(block: Block, call: _Call, swapped: dict[str, Tensor], autocast: torch.
     exclusive = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
     with torch.set_grad_enabled(call.records), autocasts, holding({}), exclusive:
         arguments = call.x, call.z0, call.groups
-        found: tuple[Any, Solution] = torch.func.functional_call(_Plain(block), swapped, arguments, tie_weights=False)
-    return found
+        result: tuple[Any, Solution] = torch.func.functional_call(_Plain(block), swapped, arguments, tie_weights=False)
+    return result
 
 
 def _results(call: _Call, value: Any, solution: Solution) -> list[Tensor]:
@@ -274,13 +266,13 @@ def _results(call: _Call, value: Any, solution: Solution) -> list[Tensor]:
     pairs = zip(pytree.tree_leaves(call.z0), pytree.tree_leaves(value), strict=True)
     calls = torch.tensor([solution.evaluations, solution.sample_evaluations], device="cpu")
     residuals = solution.residual_rel.clone(), solution.residual_abs.clone()  # rows of one tensor
-    found = [_like(z0, z.detach()) for z0, z in pairs]
-    return [*found, solution.status, solution.iterations, *residuals, calls]
+    values = [_like(z0, z.detach()) for z0, z in pairs]
+    return [*values, solution.status, solution.iterations, *residuals, calls]
 
 
-def _is_given(own: Tensor, given: Tensor, records: bool) -> bool:
-    """Return whether the cell's own tensor is the given one; for a graph, also a leaf with the same requires_grad."""
-    return own.is_set_to(given) and (not records or own.is_leaf and own.requires_grad == given.requires_grad)
+def _is_same(own: Tensor, received: Tensor, records: bool) -> bool:
+    """Return whether the op received the cell's own tensor; for a graph, also a leaf with the same requires_grad."""
+    return own.is_set_to(received) and (not records or own.is_leaf and own.requires_grad == received.requires_grad)
 
 
 def _keep(values: list[Tensor], leaves: list[Tensor], ticket: Tensor) -> None:
@@ -305,8 +297,7 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
 def _fake_solve_block(
     first: Tensor, number: Tensor, described: str, tensors: list[Tensor], *settings: Any
 ) -> list[Tensor]:
-    given = iter(tensors)
-    call = _Call.of(described, lambda mark: next(given))
+    call = _Call.of(described, tensors)
     starts = pytree.tree_leaves(call.z0)
     samples = starts[0].shape[0]
     if isinstance(call.groups, Tensor):

@@ -29,10 +29,11 @@ class Output(NamedTuple):
 
 
 class Conv2d(nn.Conv2d):
-    """Convolution 3x3 or 1x1 without bias. Under bfloat16 autocast on a CPU without instructions for it, float32
-    kernels
-    compute the same, and a whole step is ten times faster: operands, sums and gradients are rounded to bfloat16, and
-    products are summed in float32."""
+    """Convolution 3x3 or 1x1 without bias.
+
+    Under bfloat16 autocast on a CPU without instructions for it, float32 kernels compute the same, and a whole step is
+    ten times faster: operands, sums and gradients are rounded to bfloat16, and products are summed in float32.
+    """
 
     def __init__(self, channels_in: int, channels: int, size: int = 3, stride: int = 1) -> None:
         super().__init__(channels_in, channels, size, stride, padding=size // 2, bias=False)
