@@ -470,6 +470,7 @@ class DEQ(nn.Module):
 
         cell = (lambda z, x: func(z, *x)) if isinstance(z, Tensor) else (lambda z, x: list(func(*z, *x)))
         z = _as_rows(z) if any(bare) else z
+        samples = None if groups is None else Packing(z, groups).groups
         plan = Plan(
             cell=(lambda z, x: _as_rows(cell(_without_rows(z, bare), x))) if any(bare) else cell,
             x=() if x is None else (x,),
@@ -477,7 +478,7 @@ class DEQ(nn.Module):
             options=method.solving
             if groups is None
             else Options(solver=method.solver, groups=Packing(z, groups).groups),
-            solves=self._solves if groups is None else None,
+            solves=self._solves if samples is None else None,
             on_backward=on_backward,
             advances=self.training,
         )
