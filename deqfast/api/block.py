@@ -109,7 +109,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
     groups: Groups | Tensor | str | None
     trace: bool
     backward_solution: Solution | None
-    _last: Options | None
+    _of_mode: dict[bool, Options]
+    _solves: Solves
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         super().__init__()
         check_cell(cell)
         self.cell = cell
-        self.options = BlockOptions(
+        options = BlockOptions(
             solver=solver,  # type: ignore[arg-type]  # the record takes names too
             adjoint=adjoint,  # type: ignore[arg-type]
             init=init,
@@ -150,7 +151,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
-        self._solves = Solves()
+        for name in ASSIGNED:
+            setattr(self, name, getattr(options, name))
+        self._choose(options)
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
@@ -164,13 +167,17 @@ class DEQBlock(ChecksKeywords, nn.Module):
         return {name: place for name, place in found.items() if name != "solver"}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ASSIGNED:
-            name, value = "options", replace(self.options, **{name: value})
-        super().__setattr__(name, value)
-        if name == "options":
-            self.__dict__["_last"] = None
-            for each in ASSIGNED:
-                super().__setattr__(each, getattr(value, each))
+        chosen = None
+        if name in ASSIGNED and "options" in self.__dict__:
+            chosen = replace(self.options, **{name: value})
+            value = getattr(chosen, name)
+        super().__setattr__(name, value)  # first, since torch may refuse it
+        if chosen is not None:
+            self._choose(chosen)
+
+    def _choose(self, options: BlockOptions) -> None:
+        """Take these options, and forget what was compiled for others."""
+        self.__dict__.update(options=options, _of_mode={}, _solves=Solves())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -287,15 +294,18 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None, is_fresh: bool = False) -> Plan:
         groups = self.groups if groups is None else groups
-        samples = None if groups is None else self._grouping(groups, z0)
+        options: Options = self._options()
+        solves: Solves | None = self._solves
+        if groups is not options.groups:  # of this call only: nothing is kept for it
+            options, solves = self.options.of_solve(self.current_solver, self._grouping(groups, z0)), None
         return Plan(
             cell=self.cell,
             x=x,
             z0=z0,
-            options=self._options(samples),
+            options=options,
             is_fresh=is_fresh,
             per_sample=self.per_sample,
-            solves=self._solves if samples is groups else None,  # of groups that the caller may use again
+            solves=solves,
             graphs=self.graphs,
             compiled=self.compiled,
             linearised=self.linearised,
@@ -303,11 +313,11 @@ class DEQBlock(ChecksKeywords, nn.Module):
             on_backward=self._keep_backward_solution,
         )
 
-    def _options(self, groups: Groups | None) -> Options:
-        """Options of the forward solve, the same object until one of them changes."""
-        solver, options = self.solver if self.training else self.current_solver, self._last
-        if options is None or options.solver is not solver or options.groups is not groups:
-            self.__dict__["_last"] = options = self.options.of_solve(solver, groups)
+    def _options(self) -> Options:
+        """Options of the forward solve in this mode, the same object until an option is assigned."""
+        if (options := self._of_mode.get(self.training)) is None:
+            groups = self.groups if isinstance(self.groups, Groups) else None
+            options = self._of_mode[self.training] = self.options.of_solve(self.current_solver, groups)
         return options
 
     @property

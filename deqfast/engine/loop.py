@@ -119,16 +119,14 @@ def whole(f: Callable[[Any], Any], packing: Packing, state: State) -> Evaluation
             return value, pack_value(value, z)
 
         return call
-    argument = unpack(z)  # one view serves all evaluations, because the steps write to its memory
+    is_rows = packing.is_rows
 
     def call_with_view() -> tuple[Any, Tensor]:
-        nonlocal argument
         before = z._version
-        value = f(argument)
+        # A view for each call: f may set its gradient, its data or attributes.
+        value = f(z.view_as(z) if is_rows else unpack(z))
         if z._version != before:
             raise writes()
-        if argument.requires_grad:  # f has set this
-            argument = unpack(z)
         return value, pack_value(value, z)
 
     return call_with_view

@@ -69,7 +69,9 @@ class Recorded:
     @property
     def is_differentiable(self) -> bool:
         """Whether a tensor other than z that requires a gradient takes part."""
-        return bool(self.graph.ends) and (not self.is_of_state or bool(self.sources) or self.hides)
+        if self.given or not self.is_of_state:
+            return bool(self.given or self.graph.ends)
+        return bool(self.graph.ends) and (bool(self.held) or self.hides)
 
     @property
     def held(self) -> list[Tensor]:
@@ -127,8 +129,8 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
     if not recorded.is_differentiable:
         return value
     values, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
-    sources = recorded.sources if rule.has_second_derivatives else []
-    to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources or recorded.given)
+    sources = recorded.sources if rule.has_second_derivatives else recorded.given
+    to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources)
     attached = list(_Attach.apply(to, *recorded.outputs, *sources))
     return attached[0] if spec is None else pytree.tree_unflatten(attached, spec)
 
