@@ -287,7 +287,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None, is_fresh: bool = False) -> Plan:
         groups = self.groups if groups is None else groups
-        samples = None if groups is None else self._grouping(groups, z0)
+        samples = None
+        if groups is not None:
+            check_together([*self.options.given(), "groups"])
+            samples = Packing(z0, groups).groups
         return Plan(
             cell=self.cell,
             x=x,
@@ -314,10 +317,6 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def current_solver(self) -> Solver:
         """Solver of the mode, training or evaluation, that the block is in."""
         return self.solver if self.training or self.eval_solver is None else self.eval_solver
-
-    def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
-        check_together([*self.options.given(), "groups"])
-        return Packing(z0, groups).groups
 
     def _keep_backward_solution(self, solution: Solution) -> None:
         self.__dict__["backward_solution"] = solution  # no module or parameter, for which torch would look

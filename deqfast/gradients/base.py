@@ -37,7 +37,6 @@ from ..torch_internals.autograd import (
     Graph,
     edge_of,
     in_order_of,
-    leaves_behind,
     not_leaves,
     requiring_grad,
     with_nodes,
@@ -230,7 +229,7 @@ def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
     """Return whether the values of an adjoint depend on tensors that require a gradient other than through `leaves`."""
     attached: list[Any] = [v.grad_fn for v in values if getattr(v.grad_fn, "_forward_cls", None) is _Attach]
     sources = [source for node in attached for source in _sources(node)] if attached else values
-    return any(node.to.graph.behind[1] for node in attached) or bool(leaves_behind(sources, leaves, 0)[0])
+    return any(node.to.graph.behind[1] for node in attached) or bool(Graph(sources, leaves, 0).behind[0])
 
 
 @torch.no_grad()
@@ -246,7 +245,7 @@ def confirmed(solution: Solution, options: Options, z: Any, evaluation: list[Ten
     values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))
     rounding = residual_floor(values, states, device, float32_products_eps(device))
     solver = options.solver
-    gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]
+    gaps = [y - leaf for y, leaf in zip(evaluation, leaves, strict=True)]
     factors = factors_of(options.scale, pytree.tree_structure(z))
     size, gap = (sample_norms(of, options.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)

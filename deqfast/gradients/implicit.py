@@ -28,16 +28,7 @@ from ..torch_internals.autograd import (
 from ..torch_internals.dynamo import uncompiled
 from ..torch_internals.transforms import Members
 from .base import Adjoint, Evaluate, Recorded, Rule, attach, confirmed
-from .derivative import (
-    Derivative,
-    Linearisation,
-    StateFunction,
-    attached,
-    in_dtypes_of,
-    on_values,
-    transpose,
-    unfold,
-)
+from .derivative import Derivative, Linearisation, StateFunction, attached, in_dtypes_of, on_values, transpose, unfold
 from .linear import LinearSolve
 from .linearised import Product
 

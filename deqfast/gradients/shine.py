@@ -52,7 +52,7 @@ class SHINE(Adjoint):
             return super().__call__(plan)
         check_inverse(plan.solver)
         kept: list[Inverse] = []
-        plan = replace(plan, options=plan.options.keeping(), keep_inverse=kept.append)
+        plan = replace(plan, options=plan.options.keeping, keep_inverse=kept.append)
         solution = run(plan)
         z, x, broken = plan.without_broken(solution)
         recorded = Recorded(plan.cell, detached(z), x)

@@ -37,9 +37,7 @@ class MixedState(State):
     pairs: Tensor | None = None
     gram: Tensor | None = None
     calls: int = 0  # of f
-    mixed: tuple[Tensor, Tensor] | None = (
-        None  # rows of the error (B, E) and the proposal (B, D) at the present iterate
-    )
+    mixed: tuple[Tensor, Tensor] | None = None  # rows of error (B, E) and proposal (B, D) at the present iterate
 
     def mix(self, error: Tensor, target: Tensor, k: int, ridge: float) -> Tensor:
         """Iterate k + 1 (B, D): the target, less the changes of targets whose errors make up most of the error.
@@ -184,5 +182,5 @@ class MixedAnderson(Solver):
             raise type(wrong)(f"mixing_fn's proposal must be as f's value, whose place it takes: {wrong}") from None
         if rows is None:
             return error, proposal
-        of_all = [one.new_empty(packing.batch, one.shape[1]).index_copy_(0, rows, one) for one in (error, proposal)]
-        return of_all[0], of_all[1]
+        error, proposal = (t.new_empty(packing.batch, t.shape[1]).index_copy_(0, rows, t) for t in (error, proposal))
+        return error, proposal

@@ -193,10 +193,9 @@ class Packing:
 
     def fill(self, whole: Any, part: Any, rows: Tensor) -> Any:
         """Structure like `whole` in the dtypes of `part`, with these rows replaced by `part`, f's output for them."""
-        found = []
-        for to, leaf in zip(self.spec.flatten_up_to(whole), self.check_value(part), strict=True):
-            found.append(to.to(leaf.dtype, copy=True).index_copy_(0, rows, leaf))
-        return pytree.tree_unflatten(found, self.spec)
+        pairs = zip(self.spec.flatten_up_to(whole), self.check_value(part), strict=True)
+        filled = [leaf.to(new.dtype, copy=True).index_copy_(0, rows, new) for leaf, new in pairs]
+        return pytree.tree_unflatten(filled, self.spec)
 
     def check_value(self, value: Any) -> list[Tensor]:
         """Tensors of f's output; an error if it lacks the structure, shapes or device of z0."""

@@ -76,8 +76,8 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
 
 
 def _warn(error: Exception) -> None:
-    told = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
-    warnings.warn(f"{told}: {reason(error)}", stacklevel=4)
+    what = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
+    warnings.warn(f"{what}: {reason(error)}", stacklevel=4)
 
 
 def _iterate(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Any:

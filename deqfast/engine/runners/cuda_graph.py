@@ -161,7 +161,7 @@ class Captured:
             for bounds in chunks[1:]:
                 if_running(self.state.active, functools.partial(chunk, *bounds))
 
-        return capture([everything] if self.whole else [functools.partial(chunk, *one) for one in chunks])
+        return capture([everything] if self.whole else [functools.partial(chunk, *bounds) for bounds in chunks])
 
     def replay(self, x: Any, start: Tensor) -> Solution:
         """Solve from `start` with the values of x."""
