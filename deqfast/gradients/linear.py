@@ -34,25 +34,23 @@ class LinearSolve:
     Attributes:
         options: those of the solve, for a tangent; the solver has atol=0.
         of_transposed: those for a gradient, whose u has the inverse scale.
-        is_transposed: whether this is the solve for a gradient.
         solve: makes the compiled solve.
         on_backward: called with the Solution.
     """
 
     options: Options
     of_transposed: Options
-    is_transposed: bool
     solve: Callable[[Options, Any], Solve]
     on_backward: Callable[[Solution], None]
 
     @classmethod
     def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
         """Solve with the Jacobian at the plan's z*; u has the scale of z."""
-        return cls(*plan.options.linear(solver), False, plan.solve, plan.on_backward)
+        return cls(*plan.options.linear(solver), plan.solve, plan.on_backward)
 
     def transposed(self) -> LinearSolve:
         """Solve with the transposed matrix."""
-        return LinearSolve(self.of_transposed, self.options, not self.is_transposed, self.solve, self.on_backward)
+        return replace(self, options=self.of_transposed, of_transposed=self.options)
 
     def __call__(
         self, products: Products | Product, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1

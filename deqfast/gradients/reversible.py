@@ -132,7 +132,7 @@ class _Run:
         ends, cell = [list(state) for state in self.ends], uncompiled(self.repeated)
         passed = [[torch.zeros_like(end) for end in ends[0]], [_widened(grad) for grad in grads]]
         # Gradients of a half-step end at x; if x was computed from another source, the outer pass differentiates that.
-        x = pytree.tree_map(self._cut, self.x)
+        x = pytree.tree_map(lambda t: t.detach().requires_grad_() if requiring_grad(t) else t, self.x)
         given = requiring_grad(x)
         found: Gradients = [None] * (len(given) + len(sources))
         with self.autocast():
@@ -154,10 +154,6 @@ class _Run:
             if not any(source is other for other in (*sources[:i], *sources[len(given) :])):
                 found[i] = _sum(found[i], by_cell[i])
         return [*found[: len(given)], *by_cell[len(given) :]]
-
-    @staticmethod
-    def _cut(leaf: Any) -> Any:
-        return leaf.detach().requires_grad_() if requiring_grad(leaf) else leaf
 
     def _unmixed(self, state: Tensor, value: Tensor) -> Tensor:
         return (state - self.relaxation * _widened(value)) / (1 - self.relaxation)

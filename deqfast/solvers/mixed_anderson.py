@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import check_count, check_number
 from ..kernels.constants import ANDERSON_II
 from ..ops import Kernel
-from ..state.packing import Packing, evaluate, kept, versions
+from ..state.packing import Packing, countable, evaluate, versions
 from ..torch_internals import pytree
 from .base import Solver, State
 from .multisecant import slots
@@ -168,7 +168,7 @@ class MixedAnderson(Solver):
         rows = which[0] if which else None
         part = packing if rows is None else packing.resized(len(rows))
         part.check_value(value)
-        shown = pytree.tree_map_only(Tensor, kept, value)
+        shown = pytree.tree_map_only(Tensor, countable, value)
         before = versions((z, shown))
         returned = self.mixing_fn(z, shown, *which)
         if versions((z, shown)) != before:

@@ -144,11 +144,6 @@ class Packing:
         self._note_rows()
 
     def signature(self) -> tuple[Any, ...]:
-        """Key that two packings share if each can pack the other's tensors."""
-        leaves = tuple((leaf.shape, leaf.dtype, tuple(leaf.order)) for leaf in self.leaves)
-        return str(self.spec), leaves, self.device, *(self.factors or ())
-
-    def signature_of_sample(self) -> tuple[Any, ...]:
         """Key that two packings share if they differ only in the batch."""
         leaves = tuple((leaf.shape[1:], leaf.dtype, *leaf.order) for leaf in self.leaves)
         return "" if self.is_tensor else str(self.spec), leaves, self.device, *(self.factors or ())
@@ -327,9 +322,9 @@ def versions(tree: Any) -> int | list[int]:
     return version(tree) if isinstance(tree, Tensor) else [version(leaf) for leaf in pytree.tree_leaves(tree)]
 
 
-def kept(rows: Tensor) -> Tensor:
-    """Rows of f's value that a callback cannot change: a copy if torch does not count writes to them."""
-    return rows.clone() if rows.is_inference() else rows
+def countable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it was made in inference mode: torch would not count writes to it, nor record it."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def version(tensor: Tensor) -> int:
