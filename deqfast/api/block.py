@@ -160,8 +160,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
     @classmethod
     def _keywords_elsewhere(cls) -> dict[str, str]:
         """What to write instead of a setting of a solver or an adjoint."""
-        found = settings_of("adjoint", ADJOINTS) | settings_of("solver", SOLVERS)
-        return {name: place for name, place in found.items() if name != "solver"}
+        settings = settings_of("adjoint", ADJOINTS) | settings_of("solver", SOLVERS)
+        return {name: place for name, place in settings.items() if name != "solver"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ASSIGNED:

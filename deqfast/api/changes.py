@@ -39,8 +39,8 @@ class Changes:
         if self.looked:
             return
         self.looked = self.looks = True
-        if found := changing_modules(plan.cell):
-            _warn(f"it contains {', '.join(found)}")
+        if changing := changing_modules(plan.cell):
+            _warn(f"it contains {', '.join(changing)}")
         elif self.evaluates and plan.context != "torch.func" and (gap := difference(plan) or 0) > 0:
             _warn(f"two evaluations at one state differ by {gap:.1g} of its length")
 

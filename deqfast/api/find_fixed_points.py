@@ -191,12 +191,12 @@ def _distinct(solution: Solution, counted: Tensor, radius: Tensor) -> list[tuple
     left = index[solution.residual[index].argsort(stable=True)]
     values = rows_of(solution.value)
     radius = torch.maximum(radius, AMPLIFICATION * solution.residual_abs)
-    found = []
+    points = []
     while len(left):
         near = lengths(values[left] - values[left[0]]) <= torch.maximum(radius[left], radius[left[0]])
-        found.append((int(left[0]), int(near.sum())))
+        points.append((int(left[0]), int(near.sum())))
         left = left[~near]
-    return sorted(found, key=lambda point: -point[1])
+    return sorted(points, key=lambda point: -point[1])
 
 
 def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
@@ -212,9 +212,9 @@ def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
         rows.append(flat if product is None else rows_of(product))
     jacobian = torch.stack(rows, dim=1) if rows else points.new_zeros(len(points), 0, 0)
     known = jacobian.isfinite().flatten(1).all(dim=1)
-    found = torch.full(jacobian.shape[:2], torch.nan, dtype=jacobian.dtype.to_complex(), device=jacobian.device)
-    found[known] = torch.linalg.eigvals(jacobian[known])
-    return found.gather(1, found.abs().argsort(dim=1, descending=True))
+    numbers = torch.full(jacobian.shape[:2], torch.nan, dtype=jacobian.dtype.to_complex(), device=jacobian.device)
+    numbers[known] = torch.linalg.eigvals(jacobian[known])
+    return numbers.gather(1, numbers.abs().argsort(dim=1, descending=True))
 
 
 def _described(value: object) -> str:

@@ -54,6 +54,7 @@ class Recorded:
 
     Attributes:
         outputs: its leaves, in the order of z's.
+        of_x: tensors of x that require a gradient.
         graph: their graph, of which the search for leaves behind it begins only when it is asked for.
     """
 
@@ -61,8 +62,8 @@ class Recorded:
         first = next_node()
         inner = with_nodes(x)  # else a tensor of x could not be distinguished from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))
-        self.given, state = requiring_grad(x), requiring_grad(z)
-        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state] if self.given else state, first)
+        self.of_x, state = requiring_grad(x), requiring_grad(z)
+        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state] if self.of_x else state, first)
         self.is_of_state = bool(state)
 
     @property
@@ -83,7 +84,7 @@ class Recorded:
     @property
     def sources(self) -> list[Tensor]:
         """The outside tensors on which the evaluation depends: those of x, then the leaves that the cell holds."""
-        return [*self.given, *self.held]
+        return [*self.of_x, *self.held]
 
 
 class Rule:
@@ -127,7 +128,7 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
         return value
     values, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
     sources = recorded.sources if rule.has_second_derivatives else []
-    to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources or recorded.given)
+    to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources or recorded.of_x)
     attached = list(_Attach.apply(to, *recorded.outputs, *sources))
     return attached[0] if spec is None else pytree.tree_unflatten(attached, spec)
 
@@ -176,10 +177,10 @@ class _Attach(torch.autograd.Function):
         to, inputs = ctx.to, len(ctx.needs_input_grad)
         full: list[Any] = list(grads)
         if any([g is None for g in grads]):
-            given = next((g for g in grads if g is not None), None)
-            if given is None:  # the valve is closed
+            known = next((g for g in grads if g is not None), None)
+            if known is None:  # the valve is closed
                 return (None,) * inputs
-            full = [given.new_zeros(shape) if g is None else g for g, shape in zip(grads, ctx.shapes, strict=True)]
+            full = [known.new_zeros(shape) if g is None else g for g, shape in zip(grads, ctx.shapes, strict=True)]
         if to.broken is not None:
             full = [torch.where(per_row(to.broken, g), torch.zeros_like(g), g) for g in full]
         past: Gradients = []

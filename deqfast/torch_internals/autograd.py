@@ -306,7 +306,7 @@ def edges_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 def detached(tree: Any, requires_grad: bool = False) -> Any:
     """`tree` with its tensors cut from their graphs, with `requires_grad` as fresh leaves."""
-    constant = pytree.tree_map(torch.Tensor.detach, tree)
+    constant = tree.detach() if isinstance(tree, Tensor) else pytree.tree_map(torch.Tensor.detach, tree)
     if requires_grad:
         _states.update((leaf.requires_grad_(), None) for leaf in pytree.tree_leaves(constant))
     return constant

@@ -47,9 +47,9 @@ def export(plan: Plan, adjoint: Adjoint) -> tuple[Any, Solution]:
 def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solution:
     """Solve in an exported program, by a loop that keeps all samples in the batch.
 
-    The kernel "auto" is torch, so that the program runs without deqfast. If the loop cannot hold f, or if samples have
-    several rows, the program makes all evaluations. An export raises no error if z0 is not finite: its samples end as
-    NONFINITE.
+    The kernel "auto" is torch, so that the program runs without deqfast. If the loop cannot hold f, if samples have
+    several rows, or on the kernels triton and cuda, the program makes all evaluations. An export raises no error if z0
+    is not finite: its samples end as NONFINITE.
 
     Raises:
         ValueError: the solver is in ``REFUSES``, or not one of deqfast's: Python cannot be part of the program.
