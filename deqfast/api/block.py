@@ -276,7 +276,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
         holds, modules = plan.context != "torch.func", modules_of(self.cell)
         check_loaded(modules, plan.z0)
-        if self.training and self.warn:
+        if self.training and self.warn and not self._changes.looked:
             self._changes.look(plan)
         with solving(modules), hold_weights(modules) if holds else nullcontext():
             states, solution = differentiate_along(plan, self.adjoint, at)
