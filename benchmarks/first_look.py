@@ -25,14 +25,14 @@ import torch
 # Set before triton is imported, which deqfast does.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
+from correctness import assert_accurate, relative_error, rounding
+from correctness.fc_states import FCCase, check_solve
+from correctness.norm_states import NORM_DTYPES, NORM_OPS, NormCase, check_norm
+from correctness.states import METHODS, Case, check_step, make_state
 from torch import Tensor
 
 import deqfast
 from deqfast.ops import ACTIVATIONS, Kernel
-from deqfast.testing import assert_accurate, relative_error, rounding
-from deqfast.testing.fc_states import FCCase, check_solve
-from deqfast.testing.norm_states import NORM_DTYPES, NORM_OPS, NormCase, check_norm
-from deqfast.testing.states import METHODS, Case, check_step, make_state
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = ("cuda", "triton", "emulated", "cpp", "torch")

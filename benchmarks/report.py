@@ -48,8 +48,7 @@ from harness.tables import (
 )
 from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Target
 from harness.textbook import TEXTBOOK
-
-from deqfast.testing.records import write_bytes
+from recording import write_bytes
 
 Runs = dict[str, list[Row]]  # provider -> its row of every run
 ROOT = Path(__file__).resolve().parent.parent
@@ -576,7 +575,6 @@ def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
 
 def figure_style() -> Any:
     """Style of the experiments' figures; late, as only new figures need matplotlib."""
-    sys.path.append(str(ROOT / "experiments"))
     return importlib.import_module("runs.style")
 
 

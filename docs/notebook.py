@@ -30,6 +30,4 @@ def notebook(page: str) -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    from deqfast.testing.records import write_bytes
-
-    write_bytes(PAGE.with_suffix(".ipynb"), notebook(PAGE.read_text()).encode())
+    PAGE.with_suffix(".ipynb").write_bytes(notebook(PAGE.read_text()).encode())

@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
+from correctness import rounding
 from torch.utils import _pytree as pytree
-
-from deqfast.testing import rounding
 
 EXACT_RTOL = rounding(torch.float64, 5000)  # well conditioned sums of at most this number of terms
 GPU_RTOL = rounding(torch.float32)  # there sums of features that are shorter than float64 are in float32

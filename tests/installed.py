@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import deqfast
-from deqfast.testing import after_solve, assert_close
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from correctness import after_solve, assert_close  # noqa: E402
 
 TOLERANCE = 1e-6  # of the solve, and of the backward solve
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import emulate
 import torch
+from correctness.fc_states import FCCase
+from correctness.norm_states import NormCase
+from correctness.states import METHODS, Case, StepsCase, make_state, same_bits
 from hypothesis import HealthCheck, settings
 from interpreter import INTERPRETED
 from torch import Tensor
 
 from deqfast.ops.fc import reference
 from deqfast.ops.steps.loops import PARTS
-from deqfast.testing.fc_states import FCCase
-from deqfast.testing.norm_states import NormCase
-from deqfast.testing.states import METHODS, Case, StepsCase, make_state, same_bits
 
 # The same examples on every machine. The fixture that poisons memory is the same for all examples.
 examples = settings(

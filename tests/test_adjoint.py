@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, assert_close, rounding
 from own_sums import Linear, product
+from solutions import SOLVERS
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -31,7 +33,6 @@ from deqfast import (
     Unrolled,
 )
 from deqfast.gradients import as_adjoint
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, after_solve, assert_close, rounding
 
 TIGHT = 1e-13
 ADJOINTS = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from correctness import GRADIENT, assert_close
+from solutions import assert_same_solution
 
 import deqfast
 from deqfast import Auto, Broyden, DEQBlock, Implicit, Status
-from deqfast.testing import GRADIENT, assert_close, assert_same_solution
 
 FIELDS = ("value", "status", "iterations", "residual_rel", "residual_abs")
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from correctness import GRADIENT, after_solve, amplification, assert_close, rounding
 from own_sums import Linear, LoopedFCCell
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,7 +41,6 @@ from deqfast import (
     solve,
 )
 from deqfast.gradients import Adjoint
-from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
 
 EPS = rounding(torch.float32)
 ADJOINTS = ("jfb", "implicit", "neumann", "phantom", "reversible", "unrolled")

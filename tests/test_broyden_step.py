@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from correctness import PROBLEMS
+from correctness.states import StepsCase, make_state, same_bits, value_of_f
+from solutions import assert_solves, solve_with_inverse
 
 from deqfast import Broyden, Status, solve
 from deqfast.ops import Kernel, choose_kernel
 from deqfast.solvers.broyden import StepsState
 from deqfast.solvers.multisecant import MultisecantState
-from deqfast.testing import PROBLEMS, assert_solves, solve_with_inverse
-from deqfast.testing.states import StepsCase, make_state, same_bits, value_of_f
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

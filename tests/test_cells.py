@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from correctness import GRADIENT, after_solve, amplification, assert_close, rounding
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 from torch.nn.utils import prune
@@ -26,7 +27,6 @@ from deqfast import (
 )
 from deqfast.engine.runners import one_launch
 from deqfast.ops import choice
-from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
 
 EPS = rounding(torch.float32)
 

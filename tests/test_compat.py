@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from correctness import ITERATES, after_solve, rounding
 from own_sums import product
 from torch import Tensor, nn
 
 import deqfast
 from deqfast import compat
 from deqfast.compat import get_deq
-from deqfast.testing import ITERATES, after_solve, rounding
 
 torchdeq = pytest.importorskip("torchdeq")
 

@@ -12,6 +12,7 @@ import threading
 import onnxruntime
 import pytest
 import torch
+from correctness import GRADIENT, WELL_CONDITIONED, after_solve, amplification, assert_close, rounding
 from own_sums import Linear, product
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,7 +34,6 @@ from deqfast import (
     fc_fixed_point,
     package_options,
 )
-from deqfast.testing import GRADIENT, WELL_CONDITIONED, after_solve, amplification, assert_close, rounding
 from deqfast.torch_internals.dynamo import uncompiled
 from deqfast.transforms import opaque_op
 

@@ -10,19 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from correctness import after_solve, amplification, assert_accurate, assert_close, lost, rounding
+from solutions import assert_same_solution
 from torch import nn
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, Picard, ResidualCell, Status, backends
 from deqfast.engine.runners.compiled import Codes
-from deqfast.testing import (
-    after_solve,
-    amplification,
-    assert_accurate,
-    assert_close,
-    assert_same_solution,
-    lost,
-    rounding,
-)
 
 pytestmark = [pytest.mark.skipif(not backends()["cpp"], reason=str(backends()["cpp"])), pytest.mark.tier("full")]
 TOL = 1e-6

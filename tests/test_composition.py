@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from correctness import GRADIENT, assert_close, lost
 from own_sums import Linear
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, Reversible, Unrolled
 from deqfast.regularize import jacobian_penalty
-from deqfast.testing import GRADIENT, assert_close, lost
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
 

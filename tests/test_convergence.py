@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_calls import examples
+from solutions import SOLVERS
 
 import deqfast
 from deqfast import Anderson, Auto, Broyden, DEQBlock, Implicit, Picard, Status
-from deqfast.testing import SOLVERS
 
 W = torch.randn(16, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64) / 4
 WITHOUT_FIXED_POINT = {

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from correctness import after_solve, assert_close, rounding
 from torch import nn
 
 from deqfast import Anderson, Picard, Status
 from deqfast.compat.deepinv import Equilibrium
-from deqfast.testing import after_solve, assert_close, rounding
 
 deepinv = pytest.importorskip("deepinv")
 

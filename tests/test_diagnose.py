@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from correctness import assert_close
 from own_sums import LoopedFCCell
 from torch import nn
 from torchvision.models.resnet import BasicBlock
@@ -19,7 +20,6 @@ import deqfast
 from deqfast import Broyden, DEQBlock, Neumann, Picard, diagnose
 from deqfast.diagnosis.measure import find_remedy
 from deqfast.diagnosis.problem import Problem
-from deqfast.testing import assert_close
 
 
 def said(report: deqfast.Diagnosis) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from solutions import SOLVERS, assert_same_solution
 from torch import nn
 
 import deqfast
 from deqfast import solve
-from deqfast.testing import SOLVERS, assert_same_solution
 
 RATES = [0.1, 0.2, 0.3, 0.5, 0.7, 0.9]
 some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from correctness import GRADIENT, after_solve, assert_close
 from own_sums import Linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deqfast import Broyden, DEQBlock, Implicit, Picard, Reversible, SolveDropout, Unrolled
-from deqfast.testing import GRADIENT, after_solve, assert_close
 
 TIGHT = Broyden(1e-12, 60)
 ADJOINTS = ["jfb", Implicit(TIGHT), "phantom", "shine", Unrolled(60)]

@@ -12,6 +12,9 @@ from dataclasses import replace
 import emulate
 import pytest
 import torch
+from correctness import WELL_CONDITIONED, after_solve, amplification, assert_accurate, assert_close, lost, rounding
+from correctness.fc_states import DTYPES, EVENTS, FCCase, check_solve
+from correctness.states import RULES, same_bits
 from op_calls import check_bits
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,9 +24,6 @@ from deqfast.engine.runners import one_launch
 from deqfast.ops import ACTIVATIONS, Kernel
 from deqfast.ops.fc import reference
 from deqfast.ops.steps import StopRule
-from deqfast.testing import WELL_CONDITIONED, after_solve, amplification, assert_accurate, assert_close, lost, rounding
-from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve
-from deqfast.testing.states import RULES, same_bits
 
 TORCH = Kernel("torch")
 EPS = rounding(torch.float32)

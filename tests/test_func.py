@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, lost, rounding
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -26,7 +27,6 @@ from deqfast import (
     solve,
 )
 from deqfast.gradients import Adjoint
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, lost, rounding
 
 TIGHT = Broyden(rtol=1e-13, max_iter=60)
 ADJOINTS = {

@@ -3,11 +3,11 @@
 import inspect
 
 import torch
+from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close
 from own_sums import Linear
 from torch import nn
 
 from deqfast import JFB, Broyden, DEQBlock, Implicit, LinearCell, Status, Unrolled, fixed_point, root
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
 IMPLICIT = Implicit(TIGHT)

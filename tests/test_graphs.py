@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from own_sums import LoopedFCCell
+from solutions import SOLVERS, assert_same_solution
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deqfast
 from deqfast.engine.loop import LateWatch, Watch
 from deqfast.engine.runners import cuda_graph
-from deqfast.testing import SOLVERS, assert_same_solution
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if GPU else "cpu"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from correctness import FINITE_DIFFERENCES, after_solve, assert_close, bounds, lost, rounding
 from harness.counters import count
 from own_sums import product
+from solutions import SOLVERS
 from torch import nn
 
 from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, Groups, Implicit, Picard, Status, Unrolled, solve
-from deqfast.testing import FINITE_DIFFERENCES, SOLVERS, after_solve, assert_close, bounds, lost, rounding
 
 GROUPS = torch.tensor([2, 0, 0, 1, 2, 2, 0])  # neither in order nor equally long
 TIGHT = Broyden(rtol=1e-13, max_iter=60)

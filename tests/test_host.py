@@ -9,12 +9,12 @@ import sys
 import emulate
 import pytest
 import torch
+from solutions import SOLVERS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
 from deqfast.engine.loop import LateWatch, Watch
 from deqfast.ops import Kernel
-from deqfast.testing import SOLVERS
 
 solve_module = sys.modules["deqfast.engine.solve"]  # the package has a function of that name
 every_solver = pytest.mark.parametrize("name", SOLVERS)

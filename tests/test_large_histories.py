@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from deqfast.testing.states import METHODS, Case, make_state, same_bits
+from correctness.states import METHODS, Case, make_state, same_bits
 
 HISTORY = 32
 

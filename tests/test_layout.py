@@ -19,7 +19,7 @@ LAYERS = [
     ("gradients", "cells"),
     ("transforms",),
     ("api",),
-    ("diagnosis", "compat", "testing"),
+    ("diagnosis", "compat"),
 ]
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 FOUND = {name.removesuffix(".__init__") for name in MODULES.values()}
@@ -86,7 +86,7 @@ def test_no_circle_hides_from_the_interpreter():
 
 def test_private_names_of_torch_stand_in_one_package():
     for path in MODULES:
-        if "torch_internals" in path.parts or "testing" in path.parts:
+        if "torch_internals" in path.parts:
             continue
         found = [line for line in path.read_text().splitlines() if PRIVATE.search(line) and "deqfast" not in line]
         found = [line for line in found if not re.match(r"\s*(#|from \.)", line)]

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from solutions import solve_with_inverse
 
 import deqfast
 from deqfast.engine.loop import LateWatch
 from deqfast.ops import choose_kernel, empty_history, memory, release_memory
-from deqfast.testing import solve_with_inverse
 
 CPU = torch.device("cpu")
 SHAPE = (4, 20, 8192)  # 2.6 MB

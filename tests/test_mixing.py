@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from correctness import GRADIENT, after_solve, amplification, assert_close, rounding
+from solutions import assert_same_solution
 
 from deqfast import Anderson, DEQBlock, Implicit, LinearCell, MixedAnderson, Picard, Status, solve
-from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, assert_same_solution, rounding
 
 
 class Map:

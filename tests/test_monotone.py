@@ -7,11 +7,11 @@ import pickle
 
 import pytest
 import torch
+from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, rounding
 from torch.func import functional_call
 
 from deqfast import Anderson, Broyden, DEQBlock, Implicit, MonotoneCell, Picard, Unrolled
 from deqfast.cells.monotone import SPLITTINGS, norm_bound
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, rounding
 
 EYE = torch.eye(12, dtype=torch.float64)
 SOLVERS = [Picard(1e-12, 4000), Anderson(1e-12, 400), Broyden(1e-12, 400)]

@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
+from correctness import OPERATIONS, relative_error, rounding
+from correctness.states import same_bits
 from interpreter import INTERPRETED
 from op_calls import check_bits
 from torch import Tensor
 
 from deqfast import NeuralCollapse, neural_collapse
 from deqfast.ops import Kernel
-from deqfast.testing import OPERATIONS, relative_error, rounding
-from deqfast.testing.states import same_bits
 
 TORCH = Kernel("torch")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -7,13 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from interpreter import INTERPRETED
-from op_calls import check_bits
-from torch import nn
-
-import deqfast
-from deqfast import ResidualCell
-from deqfast.testing import (
+from correctness import (
     ACCURACY_UNITS,
     FINITE_DIFFERENCES,
     GRADIENT,
@@ -22,7 +16,13 @@ from deqfast.testing import (
     assert_close,
     rounding,
 )
-from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
+from correctness.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
+from interpreter import INTERPRETED
+from op_calls import check_bits
+from torch import nn
+
+import deqfast
+from deqfast import ResidualCell
 
 # Groups of one, several and all packs that a CUDA thread can hold, in channels of one block's width and of less.
 HELD_SHAPES = [((2, 64, 12, 12), 8), ((1, 16, 32, 32), 2), ((1, 512, 2, 2), 4), ((1, 1024, 2, 3), 1)]

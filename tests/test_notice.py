@@ -8,10 +8,10 @@ import threading
 
 import pytest
 import torch
+from correctness import WELL_CONDITIONED, assert_close, rounding
 from harness.counters import count
 
 from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard
-from deqfast.testing import WELL_CONDITIONED, assert_close, rounding
 
 
 def block(**options):

@@ -8,6 +8,9 @@ from itertools import product
 
 import pytest
 import torch
+from correctness import assert_close, rounding
+from correctness.norm_states import NORM_OPS
+from correctness.states import same_bits
 from op_calls import SHORT, SHORT_HISTORY, SOURCES, STEPS, good, in_loop, outcome, step_values, tensors, unaligned
 
 import deqfast
@@ -15,9 +18,6 @@ from deqfast import _extension
 from deqfast.ops import KERNELS, choose_kernel
 from deqfast.ops.registry import OPS
 from deqfast.ops.steps.loops import STEPS as LOOPS
-from deqfast.testing import assert_close, rounding
-from deqfast.testing.norm_states import NORM_OPS
-from deqfast.testing.states import same_bits
 
 # See tests/test_compile.py and, of the mark of a compiled gradient, tests/test_compiled.py.
 WHOLE_SOLVES = {f"deqfast::{op}" for op in ("solve_block", "pull_block", "solve_fc", "differentiated")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from correctness import after_solve, assert_close, bounds, lost, rounding
 from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import examples
@@ -10,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 import deqfast
 from deqfast import Anderson, Broyden, Groups, Picard, Status, solve
-from deqfast.testing import after_solve, assert_close, bounds, lost, rounding
 
 KERNELS = [name for name in ("cpp", "torch") if deqfast.backends()[name]]
 SOLVED = ("status", "iterations", "residual", "residual_rel", "residual_abs")

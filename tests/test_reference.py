@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
+from correctness import ITERATES, assert_accurate, assert_close, linear, relative_error, rounding
+from correctness.states import METHODS, Case, start_state
 from deqfast.kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, PIVOT_FLOOR
+from solutions import assert_solves
 
 from deqfast import Status
 from deqfast.ops import Kernel
 from deqfast.ops.steps import PROGRESS, StopRule
 from deqfast.ops.steps.reference import solve_window
-from deqfast.testing import ITERATES, assert_accurate, assert_close, assert_solves, linear, relative_error, rounding
-from deqfast.testing.states import METHODS, Case, start_state
 
 # (z, f(z), what is given, status)
 JUDGED = [

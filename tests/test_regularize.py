@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from correctness import GRADIENT, assert_close, rounding
 
 from deqfast import DEQBlock, FCCell, ResidualCell
 from deqfast.regularize import internalisation, jacobian_penalty, spectral_radius
-from deqfast.testing import GRADIENT, assert_close, rounding
 
 
 def jacobians(cell, z, x):

@@ -6,9 +6,9 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from correctness import GRADIENT, assert_close
 
 import deqfast
-from deqfast.testing import GRADIENT, assert_close
 
 EXACT = deqfast.Implicit(deqfast.Broyden(rtol=1e-12, max_iter=50))  # the default solves to 1e-6
 

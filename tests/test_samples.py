@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from correctness import GRADIENT, after_solve, assert_close, rounding
 from own_sums import product
 from torch import nn
 
@@ -22,7 +23,6 @@ from deqfast import (
     diagnose,
 )
 from deqfast.state.rows import mark_samples
-from deqfast.testing import GRADIENT, after_solve, assert_close, rounding
 
 B = 5
 

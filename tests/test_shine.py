@@ -6,23 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from correctness import ACCURACY_UNITS, GRADIENT, PROBLEMS, after_solve, assert_accurate, assert_close, lost, rounding
+from correctness.states import METHODS, Case, make_state
 from op_calls import OPTIONS, SHORT_HISTORY, check_bits
+from solutions import SOLVERS, solve_with_inverse
 
 import deqfast
 from deqfast.ops import Kernel
-from deqfast.testing import (
-    ACCURACY_UNITS,
-    GRADIENT,
-    PROBLEMS,
-    SOLVERS,
-    after_solve,
-    assert_accurate,
-    assert_close,
-    lost,
-    rounding,
-    solve_with_inverse,
-)
-from deqfast.testing.states import METHODS, Case, make_state
 
 DTYPES = OPTIONS | {"bf16 history": SHORT_HISTORY}
 every_method = pytest.mark.parametrize("method", METHODS)

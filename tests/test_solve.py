@@ -7,23 +7,14 @@ from itertools import product
 
 import pytest
 import torch
+from correctness import after_solve, assert_close, bounds, linear, rounding, tanh
+from solutions import SOLVERS, Recorder, assert_same_solution
 
 import deqfast
 from deqfast import Anderson, Broyden, Picard, Solution, Status, _extension, solve
 from deqfast.engine.loop import LateWatch, Watch
 from deqfast.ops import choose_kernel
 from deqfast.ops.choice import _warn_of_fallback
-from deqfast.testing import (
-    SOLVERS,
-    Recorder,
-    after_solve,
-    assert_close,
-    assert_same_solution,
-    bounds,
-    linear,
-    rounding,
-    tanh,
-)
 
 
 # The default on a GPU is to look less often.

@@ -11,22 +11,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from correctness import ITERATES, PROBLEMS, FixedPoint, after_solve, assert_close, linear, rounding, tanh
+from solutions import SOLVERS, Recorder, assert_solves
 
 from deqfast import Anderson, Broyden, Picard, solve
 from deqfast.ops import choose_kernel
-from deqfast.testing import (
-    ITERATES,
-    PROBLEMS,
-    SOLVERS,
-    FixedPoint,
-    Recorder,
-    after_solve,
-    assert_close,
-    assert_solves,
-    linear,
-    rounding,
-    tanh,
-)
 
 every_solver = pytest.mark.parametrize("name", SOLVERS)
 multisecant = pytest.mark.parametrize("name", [name for name in SOLVERS if name != "picard"])

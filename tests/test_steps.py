@@ -1,5 +1,5 @@
 """Steps of all methods, every implementation compared with the reference in float64. Its error is at most twice the
-error of plain torch in the same dtype, see deqfast/testing/states.py."""
+error of plain torch in the same dtype, see benchmarks/correctness/states.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import product
 import emulate
 import pytest
 import torch
+from correctness.states import METHODS, RULES, Case, State, StepsCase, check_run, check_step, make_state
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from interpreter import INTERPRETED
 from op_calls import OPTIONS, SHORT_HISTORY, check_bits, examples
 
 from deqfast import Status
-from deqfast.testing.states import METHODS, RULES, Case, State, StepsCase, check_run, check_step, make_state
 
 DTYPES = OPTIONS | {"bf16 history": SHORT_HISTORY}
 STATUS = {"nan": 2, "inf": 2, "converged": 1, "zero": 1, "fallen": 1, "stalled": 3}  # 0 of the others that ran

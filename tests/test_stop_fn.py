@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from correctness import rounding
 from own_sums import product
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, Groups, LinearCell, Picard, Status, solve
-from deqfast.testing import rounding
 
 
 def slow(z):

@@ -9,10 +9,10 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from correctness import FINITE_DIFFERENCES, after_solve, amplification, assert_close, rounding
 from torch.func import functional_call
 
 from deqfast import Anderson, Broyden, DEQBlock, Implicit, Neumann, Picard, SubhomogeneousCell
-from deqfast.testing import FINITE_DIFFERENCES, after_solve, amplification, assert_close, rounding
 
 DEGREE, EPS = 0.9, rounding(torch.float64)
 TIGHT = Picard(1e-13, 400)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, lost, rounding
 from own_sums import product
 
 import deqfast
@@ -23,7 +24,6 @@ from deqfast import (
     fixed_point,
     regularize,
 )
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, lost, rounding
 
 SOLVERS = [Picard(1e-5, 60), Anderson(1e-5, 40), Broyden(1e-5, 40)]
 MIX = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from correctness import GRADIENT, after_solve, assert_close, rounding
 from own_sums import Linear
 from torch import nn
 from torch.nn.utils import parametrize
@@ -17,7 +18,6 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 from torch.utils.checkpoint import checkpoint
 
 from deqfast import Broyden, DEQBlock, Implicit, LinearCell, MonotoneCell, Picard, ResidualCell, Reversible, Unrolled
-from deqfast.testing import GRADIENT, after_solve, assert_close, rounding
 from deqfast.torch_internals import weights
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)

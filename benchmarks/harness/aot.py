@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import triton
+from correctness.states import METHODS
 from deqfast.kernels import (
     config,
     fc_fixed_point,
@@ -37,7 +38,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deqfast.ops import ACTIVATIONS
-from deqfast.testing.states import METHODS
 
 MAX_BARRIERS = 320  # in the code: each of three sums of 32 pairs has two or three after the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from correctness import PROBLEMS
 from torch import Tensor
 
 import deqfast
-from deqfast.testing import PROBLEMS
 
 from .collapse import clusters
 from .counters import count

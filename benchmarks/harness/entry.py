@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from correctness import accuracy
 from torch import Tensor
 
 from deqfast.ops import Kernel, choose_kernel
-from deqfast.testing import accuracy
 
 from .record import Row
 
@@ -95,7 +95,7 @@ def check(what: str, reached: float, allowed: float) -> None:
 
 
 def check_results(actual: Any, plain: Any, exact: Any) -> Row:
-    """Column `error` of the worst of several results, by the policy of ``deqfast.testing``."""
+    """Column `error` of the worst of several results, by the policy of ``correctness``."""
     judged = [accuracy(*results) for results in zip(actual, plain, exact, strict=True)]
     for error, allowed in judged:
         check("relative error", error, allowed)

@@ -18,12 +18,13 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import recording
 import torch
+from correctness import relative_error
 from torch import Tensor, nn
 
 from deqfast import compat
 from deqfast.ops import choose_kernel
-from deqfast.testing import records, relative_error
 
 from .entry import Skipped
 from .record import Row
@@ -103,10 +104,10 @@ def clone_of(repository: str, root: Path | None) -> Path:
         raise Skipped(
             f"no clone of {repository}: git clone https://github.com/{repository} {folder} && {checkout}{option}"
         )
-    found = records.tool("git", "-C", str(folder), "rev-parse", "HEAD")
+    found = recording.tool("git", "-C", str(folder), "rev-parse", "HEAD")
     if found != COMMITS[repository]:
         raise Skipped(f"{folder} is at commit {found or 'unknown'}: {checkout}")
-    if changed := records.tool("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"):
+    if changed := recording.tool("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"):
         raise Skipped(f"{folder} has changes: {changed}")
     return folder
 

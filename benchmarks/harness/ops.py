@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from correctness import norm_states, states
 from torch import Tensor
 
 from deqfast.ops import ACTIVATIONS, Kernel
-from deqfast.testing import norm_states, states
 
 from . import traffic
 from .counters import count

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from correctness import PROBLEMS, relative_error
 from torch import Tensor, nn
 
 import deqfast
-from deqfast.testing import PROBLEMS, relative_error
 
 from .collapse import clusters, exact_of
 from .counters import memory
@@ -209,7 +209,7 @@ KINDS: dict[str, Any] = {
 def kinds(problem: str, batch: int = 32, dim: int = 64) -> Case:
     """Kinds of Anderson and Broyden, by evaluations.
 
-    problem: of ``deqfast.testing``, or of the residual suite, which runs on the CPU with its own `dim`.
+    problem: of ``correctness``, or of the residual suite, which runs on the CPU with its own `dim`.
     """
     shared = problem in PROBLEMS
 

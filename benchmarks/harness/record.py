@@ -43,11 +43,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import recording
 import torch
 
 import deqfast
 from deqfast import _extension
-from deqfast.testing import records
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,7 +68,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     """Replace `path` in one step; each of the `rows` is a line, of six digits."""
     rows = ",\n  ".join(json.dumps(rounded(row)) for row in data["rows"])
     head = json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1).removesuffix("\n}")
-    records.write_bytes(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'.encode())
+    recording.write_bytes(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'.encode())
 
 
 def rounded(row: Any) -> Any:
@@ -108,10 +108,10 @@ def read_record(path: Path) -> dict[str, Any]:
 def commit() -> str:
     """Commit of the checkout, with "+changes" if tracked files other than ``WRITTEN``, or those of a build, differ."""
     told = os.environ.get("DEQFAST_COMMIT")  # of a copy without git's data
-    head = records.commit(RESULTS.parent) or "unknown"
+    head = recording.commit(RESULTS.parent) or "unknown"
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
     status = ("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no")
-    changed = not told and records.tool(*status, *others)
+    changed = not told and recording.tool(*status, *others)
     if stale := stale_extensions():
         warnings.warn("; ".join(stale), stacklevel=2)
     return head + ("+changes" if changed or stale else "")
@@ -142,8 +142,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
     return {
         "gpu": torch.cuda.get_device_name(0) if gpu else None,
-        "nvidia_smi": records.tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if gpu else None,
-        "processor": records.processor(),
+        "nvidia_smi": recording.tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if gpu else None,
+        "processor": recording.processor(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),
         "cores": os.cpu_count(),

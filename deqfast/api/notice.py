@@ -23,7 +23,7 @@ REMEDIES = {
     Status.INCONSISTENT: "pass groups= if the cell couples samples of a batch; hold fixed during a solve what changes "
     "the cell between calls, such as dropout",
 }
-_INSIDE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+_INSIDE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 OF_BLOCKS = (
     "deqfast.diagnose(block, x) says why; return_solution=True and backward_solution report every solve, warn=False "
     "silences"

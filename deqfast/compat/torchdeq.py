@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..api.notice import Notice, warn
 from ..api.trajectory import Taps, solve_along
 from ..cells.protocol import solving
 from ..engine.plan import Plan
-from ..engine.solve import Options, check_finite
+from ..engine.solve import Options, Solves, check_finite
 from ..gradients import Adjoint, Implicit, Phantom
 from ..gradients.base import confirmed
 from ..regularize import spectral_radius
@@ -255,6 +255,11 @@ class _Method:
     is_final: bool = False
     is_bare: bool = False
 
+    @cached_property
+    def solving(self) -> Options:
+        """Options of a solve by this method: the same object at each call, so that compiled solves are found again."""
+        return Options(solver=self.solver)
+
 
 @lru_cache(maxsize=128)
 def _limited(method: _Method, max_iter: int) -> _Method:
@@ -340,6 +345,7 @@ class DEQ(nn.Module):
         # A forward solve that ends at max_iter is not reported: here max_iter is often the intended stop.
         self._forward_notice = Notice("forward", more, expected={Status.MAX_ITER})
         self._backward_notice = Notice("backward", more)
+        self._solves = Solves()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch would register a module instead of setting the option, such as a solver that is a module.
@@ -464,11 +470,15 @@ class DEQ(nn.Module):
 
         cell = (lambda z, x: func(z, *x)) if isinstance(z, Tensor) else (lambda z, x: list(func(*z, *x)))
         z = _as_rows(z) if any(bare) else z
+        samples = None if groups is None else Packing(z, groups).groups
         plan = Plan(
             cell=(lambda z, x: _as_rows(cell(_without_rows(z, bare), x))) if any(bare) else cell,
             x=() if x is None else (x,),
             z0=detached(z),
-            options=Options(solver=method.solver, groups=None if groups is None else Packing(z, groups).groups),
+            options=method.solving
+            if groups is None
+            else Options(solver=method.solver, groups=Packing(z, groups).groups),
+            solves=self._solves if samples is None else None,
             on_backward=on_backward,
             advances=self.training,
         )
@@ -580,7 +590,8 @@ def _solve(plan: Plan, method: _Method, at: list[int]) -> tuple[list[Any], Any, 
     kept = _Kept(plan, method)
     if method.is_bare:
         return _iterate(plan, kept, at)
-    states, solution = solve_along(replace(plan, cell=kept, options=replace(plan.options, solver=method.solver)), at)
+    options = method.solving if plan.groups is None else replace(plan.options, solver=method.solver)
+    states, solution = solve_along(replace(plan, cell=kept, options=options), at)
     if not len(solution.status):
         return states, solution.value, solution
     return states, *kept.choose(solution)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..engine.plan import Plan
-from ..engine.solve import Options, Solve
+from ..engine.solve import Options, Solve, Solves
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.norms import sample_norms
@@ -32,25 +31,25 @@ class LinearSolve:
     products with A are needed: by a recorded evaluation, by compiled code, or by torch.func.
 
     Attributes:
-        options: those of the solve, for a tangent; the solver has atol=0.
-        of_transposed: those for a gradient, whose u has the inverse scale.
-        solve: makes the compiled solve.
+        options: those of the solve; the solver has atol=0.
+        of_transposed: those of the solve with the transposed matrix, whose u has the inverse scale.
+        solves: keeps the compiled solves, if given.
         on_backward: called with the Solution.
     """
 
     options: Options
     of_transposed: Options
-    solve: Callable[[Options, Any], Solve]
+    solves: Solves | None
     on_backward: Callable[[Solution], None]
 
     @classmethod
     def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
         """Solve with the Jacobian at the plan's z*; u has the scale of z."""
-        return cls(*plan.options.linear(solver), plan.solve, plan.on_backward)
+        return cls(*plan.options.linear(solver), plan.solves, plan.on_backward)
 
     def transposed(self) -> LinearSolve:
         """Solve with the transposed matrix."""
-        return replace(self, options=self.of_transposed, of_transposed=self.options)
+        return LinearSolve(self.of_transposed, self.options, self.solves, self.on_backward)
 
     def __call__(
         self, products: Products | Product, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
@@ -100,4 +99,5 @@ class LinearSolve:
 
         z0, right = pytree.tree_unflatten(start, spec), start[0]
         f = of_tensor if z0 is right else of_tree
-        return (self.solve(options, z0) if options is self.options else Solve(z0, options))(f, z0)
+        kept = self.solves if options is self.options else None
+        return (Solve(z0, options) if kept is None else kept.of(options, z0))(f, z0)

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-
-from deqfast.testing.records import write_bytes
+from recording import write_bytes
 
 from .options import StudyError
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import commit, processor
 
 import deqfast
-from deqfast.testing.records import commit, processor
 
 COMMIT = commit(Path(__file__).parent)
 """Commit of the code at the start of this process."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from correctness import norm_states
 from harness import cases, maps, ops, suite, targets, timing, traffic
 from harness.entry import Case, Contender, Skipped, Wrong, check
 from harness.record import RESULTS, read_record
@@ -15,7 +16,6 @@ from harness.solves import FC_ITERATIONS
 
 import deqfast
 from deqfast.ops import Kernel
-from deqfast.testing import norm_states
 
 BF16 = torch.bfloat16
 SMALL = cases.SMALL

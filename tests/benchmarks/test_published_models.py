@@ -6,13 +6,13 @@ import sys
 import pytest
 import report
 import torch
+from correctness import after_solve
 from harness import models
 from harness.entry import Skipped
 from harness.models import OURS, PEER
 from torch.nn import functional
 
 from deqfast import compat
-from deqfast.testing import after_solve
 
 torchdeq = pytest.importorskip("torchdeq")
 TOY = """

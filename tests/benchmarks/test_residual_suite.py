@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from correctness import GRADIENT, after_solve, relative_error
 from harness import collapse, maps, peers, problems, races, trained, training
 
 import deqfast
-from deqfast.testing import GRADIENT, after_solve, relative_error
 
 pytest.importorskip("torchdeq")
 

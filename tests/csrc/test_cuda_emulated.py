@@ -9,9 +9,8 @@ import re
 import emulate
 import pytest
 import torch
+from correctness.norm_states import NORM_OPS, NormCase
 from op_calls import good
-
-from deqfast.testing.norm_states import NORM_OPS, NormCase
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 

@@ -7,14 +7,13 @@ from dataclasses import asdict
 import pytest
 import study
 import torch
+from correctness import GRADIENT
 from nc_study import distributed, training
 from nc_study.config import settings_from
 from nc_study.rundir import RunDirectory
 from nc_study.training import SolverTally, Trainer
 from runs.options import StudyError
 from study_helpers import CPU, HERE, KILLED, STUDY, TINY, assert_same, float64, folder_of, python, shapes_data
-
-from deqfast.testing import GRADIENT
 
 UNITS = """
 import sys, torch, test_distributed

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from correctness import after_solve, assert_close, rounding
 from models import scf
 
 import deqfast
-from deqfast.testing import after_solve, assert_close, rounding
 
 OPTIONS = scf.Scf(molecules=6, chains=3, atoms=16, tol=1e-9, evaluations=400, repeats=1)
 TIGHT = deqfast.Anderson(rtol=0.0, atol=1e-11, max_iter=400, history_size=8)

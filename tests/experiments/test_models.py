@@ -12,14 +12,13 @@ import model
 import numpy as np
 import pytest
 import torch
+from correctness import after_solve, rounding
 from models import frame, graphs, restoration, scf, sudoku, text
 from models.frame import Run
 from nc_study.models import count_parameters
 from PIL import Image
 from runs.options import StudyError, parsed
 from study_helpers import EXPERIMENTS
-
-from deqfast.testing import after_solve, rounding
 
 GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)

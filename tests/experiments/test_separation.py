@@ -17,8 +17,7 @@ import torch
 from runs.options import StudyError
 from separation_study import diagonal, frame, gotu, heatmap, networks, report, saliency, sawtooth, steep
 from separation_study.claims import FAILS, HOLDS, OPEN, Comparison, compare
-
-from deqfast.testing.problems import SOLVERS
+from solutions import SOLVERS
 
 SMALL = diagonal.Sizes(((4, 2),), (0.5, 1.0), (0.4, 0.2), 1)
 

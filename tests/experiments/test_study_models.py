@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from correctness import rounding
 from nc_study import models
 from nc_study.analysis import spectral_radius
 from nc_study.config import MODELS, settings_from
@@ -12,7 +13,6 @@ from study_helpers import shapes_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
-from deqfast.testing import rounding
 
 
 def make(model, **given):

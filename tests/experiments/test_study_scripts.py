@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 
 import pytest
 import torch
+from correctness import ITERATES, assert_close
 from harness import trained
 from nc_study.cli import main
 from nc_study.rundir import RunDirectory
@@ -18,7 +19,6 @@ from runs.files import read_arrays
 from study_helpers import KILLED, TINY, assert_same, folder_of, full_disk, python, run_script
 
 import deqfast
-from deqfast.testing import ITERATES, assert_close
 
 RUNS = [folder_of(), folder_of(model="deq")]
 

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from correctness import GRADIENT
 from nc_study import training
 from nc_study.analysis import shown_features
 from nc_study.config import settings_from
@@ -17,7 +18,6 @@ from study_helpers import CPU, assert_same, float64, shapes_data
 from tqdm import tqdm
 
 from deqfast import Solution, Status
-from deqfast.testing import GRADIENT
 
 
 def trainer(model="deq", **given):

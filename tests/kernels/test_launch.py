@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
+from correctness.states import Case, make_state
+from solutions import SOLVERS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
 from deqfast.ops import Kernel, backends
 from deqfast.ops.registry import Op
-from deqfast.testing import SOLVERS
-from deqfast.testing.states import Case, make_state
 
 if not (available := backends()["triton"]):
     pytest.skip(available.reason, allow_module_level=True)

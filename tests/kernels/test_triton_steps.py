@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from correctness.states import Case, check_step
 
 from deqfast.ops import Kernel, backends
-from deqfast.testing.states import Case, check_step
 
 if not (available := backends()["triton"]):
     pytest.skip(available.reason, allow_module_level=True)

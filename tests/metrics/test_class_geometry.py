@@ -8,12 +8,12 @@ from itertools import product
 import pytest
 import torch
 from collapse_samples import assert_alike
+from correctness import assert_close, rounding
 from torch.nn import functional as F
 
 import deqfast
 from deqfast.metrics import ETFClassifier, class_geometry
 from deqfast.metrics.geometry import gram_distance, orthogonal_frame, seli, simplex
-from deqfast.testing import assert_close, rounding
 
 SIZES = torch.tensor([8.0, 8.0, 2.0, 1.0], dtype=torch.float64)
 PENALTY = 1e5

@@ -21,11 +21,11 @@ from collapse_samples import (
     naive,
     rtol_on,
 )
+from correctness import rounding
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from deqfast import NCResult, NeuralCollapse, neural_collapse
-from deqfast.testing import rounding
 
 list_and_streaming = pytest.mark.parametrize("streaming", [False, True], ids=["list", "streaming"])
 

@@ -23,11 +23,11 @@ from collapse_samples import (
     rtol_on,
     simplex_vertices,
 )
+from correctness import rounding
 
 from deqfast import NCResult, NeuralCollapse, neural_collapse
 from deqfast.metrics import statistics
 from deqfast.ops.collapse import reference
-from deqfast.testing import rounding
 
 
 @every_device

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from deqfast.kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, STALL_ITERATIONS
 from torch import Tensor
 
-from ..kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, STALL_ITERATIONS
-from ..ops import Kernel
-from ..ops.steps import PROGRESS, StopRule
+from deqfast.ops import Kernel
+from deqfast.ops.steps import PROGRESS, StopRule
 
 TORCH = Kernel("torch")
 State = dict[str, Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import Kernel
+from deqfast.ops import Kernel
 
 TORCH = Kernel("torch")
 NORM_OPS = ("norm_act", "norm_act_backward", "norm_act_residual", "norm_act_residual_backward")

@@ -1,20 +1,7 @@
-"""Helpers that tests and benchmarks share: tolerances, problems, random states of the ops, compiled code, records."""
+"""What is correct, for tests and benchmarks: tolerances, problems with known solutions, random arguments of the ops."""
 
-from .problems import (
-    PROBLEMS,
-    SOLVERS,
-    FixedPoint,
-    Recorder,
-    assert_same_solution,
-    assert_solves,
-    linear,
-    non_normal,
-    sawtooth,
-    solve_with_inverse,
-    tanh,
-)
+from .problems import PROBLEMS, FixedPoint, linear, tanh
 from .tolerances import (
-    ACCURACY_FACTOR,
     ACCURACY_UNITS,
     FINITE_DIFFERENCES,
     GRADIENT,
@@ -33,7 +20,6 @@ from .tolerances import (
 )
 
 __all__ = [
-    "ACCURACY_FACTOR",
     "ACCURACY_UNITS",
     "FINITE_DIFFERENCES",
     "FixedPoint",
@@ -41,23 +27,16 @@ __all__ = [
     "ITERATES",
     "OPERATIONS",
     "PROBLEMS",
-    "Recorder",
-    "SOLVERS",
     "WELL_CONDITIONED",
     "accuracy",
     "after_solve",
     "amplification",
     "assert_accurate",
     "assert_close",
-    "assert_same_solution",
-    "assert_solves",
     "bounds",
     "linear",
     "lost",
-    "non_normal",
     "relative_error",
     "rounding",
-    "sawtooth",
-    "solve_with_inverse",
     "tanh",
 ]

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import ACTIVATIONS, Kernel
-from ..ops.steps import StopRule
-from . import assert_accurate, rounding
+from deqfast.ops import ACTIVATIONS, Kernel
+from deqfast.ops.steps import StopRule
+
+from .tolerances import assert_accurate, rounding
 
 EVENTS = ("run", "nan", "inf", "overflow", "start", "solved", "tiny")
 

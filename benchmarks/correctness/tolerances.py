@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..torch_internals.autograd import in_order_of
+from deqfast.torch_internals.autograd import in_order_of
 
 # A kernel may err twice as much as plain torch in its dtype, plus a few roundings, as torch may happen to be exact.
 ACCURACY_FACTOR = 2.0

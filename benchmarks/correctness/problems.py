@@ -1,58 +1,14 @@
-"""Problems that tests and benchmarks solve, and the solvers that solve them."""
+"""Problems whose solutions are known in float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-
-from ..engine.solve import Inverse, Options, Solve
-from ..solution import Solution
-from ..solvers import Anderson, Broyden, Picard, Solver
-from .tolerances import rounding
-
-
-class Recorder:
-    """f that records copies of its arguments and values."""
-
-    def __init__(self, f: Callable[[Any], Any]):
-        self.f = f
-        self.arguments: list[Any] = []
-        self.values: list[Any] = []
-
-    def __call__(self, z: Any) -> Any:
-        self.arguments.append(pytree.tree_map(torch.clone, z))
-        value = self.f(z)
-        self.values.append(pytree.tree_map(torch.clone, value))
-        return value
-
-    def __len__(self) -> int:
-        return len(self.arguments)
-
-
-def solve_with_inverse(
-    f: Callable[..., Any], z0: Any, solver: Solver, kernel: str, drop_converged: bool = False
-) -> tuple[Solution, Callable[[Any], Any]]:
-    """Solution, and the estimate v -> (I - J^T)^-1 v that ``SHINE`` takes from its history."""
-    kept: list[Inverse] = []
-    options = Options(solver=solver, kernel=kernel, drop_converged=drop_converged, keeps_inverse=True)
-    return Solve(z0, options)(f, z0, keep=kept.append), kept[0]
-
-
-# name -> constructor, with the default arguments of `Solver` first.
-SOLVERS: dict[str, Callable[..., Solver]] = {
-    "picard": Picard,
-    "anderson": Anderson,
-    "anderson-I": partial(Anderson, kind="I"),
-    "broyden": Broyden,
-    "broyden-bad": partial(Broyden, kind="bad"),
-}
 
 
 @dataclass(frozen=True)
@@ -66,23 +22,6 @@ class FixedPoint:
     z0: Tensor
     solution: Tensor
     amplification: float
-
-
-def assert_solves(solution: Solution, problem: FixedPoint) -> None:
-    """Assert that every sample converged, and is as near to the fixed point as its residual implies."""
-    assert bool(solution.converged.all()), f"{solution}: residual {solution.residual.tolist()}"
-    errors = (solution.value.cpu().double() - problem.solution).norm(dim=1)
-    slack = rounding(solution.value.dtype) * problem.solution.norm(dim=1)
-    allowed = problem.amplification * (solution.residual_abs.cpu().double() + slack)
-    assert bool((errors <= allowed).all()), f"errors {errors.tolist()}, allowed {allowed.tolist()}"
-
-
-def assert_same_solution(actual: Solution, expected: Solution, but: tuple[str, ...] = ()) -> None:
-    """Assert that two solutions agree bit for bit in all fields except those named in `but`."""
-    for name in (field.name for field in fields(Solution) if field.name not in but):
-        a, e = getattr(actual, name), getattr(expected, name)
-        same = torch.equal(a, e) if isinstance(a, Tensor) and isinstance(e, Tensor) else a == e
-        assert same, f"{name}: {a}, expected {e}"
 
 
 def _random(batch: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Helpers of benchmarks and studies for writing records: atomic files, the name of the CPU, the commit."""
+"""Helpers of experiments and benchmarks for writing records: atomic files, the name of the CPU, the commit."""
 
 from __future__ import annotations
 
