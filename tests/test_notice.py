@@ -11,7 +11,7 @@ import torch
 from correctness import WELL_CONDITIONED, assert_close, rounding
 from harness.counters import count
 
-from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard
+from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard, Solution
 
 
 def block(**options):
@@ -64,6 +64,7 @@ class Device:
         monkeypatch.setattr(torch.Tensor, "copy_", queued)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
         monkeypatch.setattr("deqfast.api.notice.is_late", lambda status: True)
+        monkeypatch.setattr(Solution, "counts", None)
 
     def record_event(self):
         self.events.append(Event())

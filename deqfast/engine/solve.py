@@ -200,12 +200,6 @@ def init_of(options: Options) -> Callable[[Tensor, Kernel], State]:
     return solver.init_pairs if options.keeps_inverse and isinstance(solver, Multisecant) else solver.init
 
 
-def check_inverse(solver: Solver) -> None:
-    """Raise ValueError if an inverse is to be kept and the solver has none."""
-    if not isinstance(solver, Multisecant):
-        raise ValueError(f"SHINE needs the history of Anderson or Broyden, got {solver}")
-
-
 def inverse_of(packing: Packing, solver: Solver, state: State) -> Inverse:
     """Map from v like z0 to an estimate of (I - J^T)^-1 v, from the history of a solve that ended in `state`."""
     assert isinstance(solver, Multisecant)

@@ -132,9 +132,7 @@ class Packing:
                 )
         self.leaves = [_Leaf.of(leaf) for leaf in leaves]
         self.batch, self.device = leaves[0].shape[0], leaves[0].device
-        self.groups = (
-            groups if isinstance(groups, Groups) or groups is None else Groups(groups, self.batch, self.device)
-        )
+        self.groups = groups if isinstance(groups, Groups | None) else Groups(groups, self.batch, self.device)
         if self.groups is not None:
             self.groups.check(self.batch, self.device)
             self.batch = self.groups.count
@@ -254,12 +252,8 @@ class Packing:
         rows, got = self.leaves[0].shape[0], type(numbers).__name__
         if isinstance(numbers, Tensor):
             check_dense(name, numbers)
-            if (
-                is_of_state(numbers)
-                and numbers.shape[:1] == (rows,)
-                and numbers.numel()
-                and numbers.device == self.device
-            ):
+            fits = is_of_state(numbers) and numbers.shape[:1] == (rows,) and numbers.numel()
+            if fits and numbers.device == self.device:
                 return self._gathered(_as(rows_of(numbers), self.dtype))
             got = f"{numbers.dtype} {tuple(numbers.shape)} on {numbers.device}"
         raise ValueError(
