@@ -47,7 +47,8 @@ def test_products_of_float32_count_as_what_torch_may_round_them_to(products, pre
 def test_on_a_gpu_both_settings_and_the_architecture_count(monkeypatch, matmul, conv, capability, eps):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(floors, "_has_tf32", floors._has_tf32.__wrapped__)
-    monkeypatch.setattr(floors, "_CUDA", [SimpleNamespace(fp32_precision=setting) for setting in (matmul, conv)])
+    parts = [SimpleNamespace(fp32_precision=setting) for setting in (matmul, conv)]
+    monkeypatch.setitem(floors.PRECISIONS, "cuda", parts)
     assert float32_products_eps(torch.device("cuda")) == eps
 
 

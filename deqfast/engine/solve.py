@@ -108,7 +108,9 @@ class Solve:
             if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
                 rows = z0
             else:
-                rows = check_finite(self.packing.pack(z0))
+                rows = self.packing.pack(z0)
+                if not is_fresh:
+                    check_finite(rows)
             state = self._init(rows, self.kernel)
             if self.options.trace:
                 state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
