@@ -10,16 +10,7 @@ from .api.fc_fixed_point import fc_fixed_point
 from .api.find_fixed_points import FixedPoints, find_fixed_points
 from .api.fixed_point import fixed_point, root
 from .api.solve import solve
-from .cells import (
-    Cell,
-    CellHooks,
-    FCCell,
-    LinearCell,
-    MonotoneCell,
-    ResidualCell,
-    SolveDropout,
-    SubhomogeneousCell,
-)
+from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout, SubhomogeneousCell
 from .diagnosis import Diagnosis, diagnose
 from .gradients import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .metrics import NCResult, neural_collapse

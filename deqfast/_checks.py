@@ -14,41 +14,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-# Names of options and choices elsewhere (torchdeq, optimistix, jaxopt, scipy, papers, drafts of deqfast), and ours.
-_OTHER_WORDS: dict[str, tuple[str, ...]] = {
-    "ift": ("implicit",),
-    "implicit_diff": ("implicit",),
-    "phantom_grad": ("phantom",),
-    "bptt": ("unrolled",),
-    "one_step": ("jfb",),
-    "fixed_point_iter": ("picard",),
-    "simple_fixed_point_iter": ("picard",),
-    "forward_iteration": ("picard",),
-    "m": ("history_size",),
-    "lbfgs_thres": ("history_size",),
-    "memory": ("history_size",),
-    "history": ("history_size",),
-    "lam": ("ridge",),
-    "beta": ("relaxation",),
-    "tau": ("relaxation",),
-    "damping": ("relaxation",),
-    "mixing": ("relaxation",),
-    "step": ("steps", "relaxation"),
-    "tol": ("rtol",),
-    "tolerance": ("rtol",),
-    "eps": ("rtol",),
-    "f_tol": ("rtol",),
-    "threshold": ("max_iter",),
-    "max_steps": ("max_iter",),
-    "f_max_iter": ("max_iter",),
-    "stop": ("rtol", "atol"),
-    "stop_mode": ("rtol", "atol"),
-    "f_stop_mode": ("rtol", "atol"),
-    "compact": ("drop_converged",),
-    "halt": ("stop_fn",),
-    "f_solver": ("solver",),
-    "b_solver": ("adjoint",),
-    "grad": ("adjoint",),
+# Our names of options and choices, with those elsewhere (torchdeq, optimistix, jaxopt, scipy, papers, our drafts).
+_ELSEWHERE = {
+    "implicit": ("ift", "implicit_diff"),
+    "phantom": ("phantom_grad",),
+    "unrolled": ("bptt",),
+    "jfb": ("one_step",),
+    "picard": ("fixed_point_iter", "simple_fixed_point_iter", "forward_iteration"),
+    "history_size": ("m", "lbfgs_thres", "memory", "history"),
+    "ridge": ("lam",),
+    "steps": ("step",),
+    "relaxation": ("beta", "tau", "damping", "mixing", "step"),
+    "rtol": ("tol", "tolerance", "eps", "f_tol", "stop", "stop_mode", "f_stop_mode"),
+    "atol": ("stop", "stop_mode", "f_stop_mode"),
+    "max_iter": ("threshold", "max_steps", "f_max_iter"),
+    "drop_converged": ("compact",),
+    "stop_fn": ("halt",),
+    "solver": ("f_solver",),
+    "adjoint": ("b_solver", "grad"),
 }
 
 Kind = TypeVar("Kind")
@@ -59,7 +42,7 @@ def nearest(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> list[str]:
     if not isinstance(name, str):
         return []
     lower = {each.lower(): each for each in names if isinstance(each, str)}
-    known = [word for word in _OTHER_WORDS.get(name.lower(), ()) if word in lower]
+    known = [word for word, others in _ELSEWHERE.items() if name.lower() in others and word in lower]
     return [lower[word] for word in known or get_close_matches(name.lower(), lower, 1, cutoff)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._checks import check_count
 from .state.groups import Groups
 from .state.norms import largest, lengths, unit
-from .state.packing import Packing, rows_dtype
+from .state.packing import Packing, countable, rows_dtype
 from .state.rows import per_row, rows_of, with_stand_ins
 from .torch_internals import pytree
 from .torch_internals.autograd import detached, in_order_of, not_leaves, vjp
@@ -202,10 +202,6 @@ def _ritz(projected: Tensor) -> tuple[Tensor, Tensor]:
 
 def _evaluated(cell: Callable[[Any, Any], Any], z: Any, x: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Leaves of z and of the cell's value at z, connected by an autograd graph."""
-
-    def ordinary(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
-
-    z, x = pytree.tree_map(ordinary, z), pytree.tree_map(ordinary, x)
+    z, x = (pytree.tree_map_only(Tensor, countable, tree) for tree in (z, x))
     z = detached(z, requires_grad=True)
     return pytree.tree_leaves(z), in_order_of(z, uncompiled(cell)(not_leaves(z), x))

@@ -86,7 +86,7 @@ def _move(p_z, p_fz, p_best, begin, end, improved, failed, advance, damping, BLK
 
 
 @triton.jit(do_not_specialize=["B", "k", "hold", "last", "absolute", "maximum"])
-def _picard_row_kernel(
+def _picard_kernel(
     p_z,
     p_fz,
     p_best,
@@ -106,68 +106,38 @@ def _picard_row_kernel(
     offset: tl.float64,
     maximum,
     damping: tl.float64,
+    ON_CHIP: tl.constexpr,
     BLK: tl.constexpr,
 ):
-    """z <- z + damping (f(z) - z) of a sample of D <= BLK elements, held on chip. hold: only judge, take no step."""
+    """z <- z + damping (f(z) - z) of a sample, held ON_CHIP if D <= BLK, else block by block. hold: only judge."""
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
     p_z += i_b * D
     p_fz += i_b * D
     p_best += i_b * D
-    o_d = tl.arange(0, BLK)
-    m_d = o_d < D
-    b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-    b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
-    gg = tl.sum((b_fz - b_z) * (b_fz - b_z), axis=0)
-    ff = tl.sum(b_fz * b_fz, axis=0)
+    if ON_CHIP:
+        o_d = tl.arange(0, BLK)
+        m_d = o_d < D
+        b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+        b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+        gg = tl.sum((b_fz - b_z) * (b_fz - b_z), axis=0)
+        ff = tl.sum(b_fz * b_fz, axis=0)
+    else:
+        gg, ff = _squares(p_z, p_fz, 0, D, BLK)
     res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
     monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
     rule = (tol, absolute, stall_floor, offset)
     running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
-    if improved:
-        tl.store(p_best + o_d, b_z, mask=m_d)
-    if failed:
-        copy_row(p_z, p_best, D, BLK)
-    if running & (hold == 0):
-        tl.store(p_z + o_d, _stepped(b_z, b_fz, damping), mask=m_d)
-
-
-@triton.jit(do_not_specialize=["B", "k", "hold", "last", "absolute", "maximum"])
-def _picard_blocks_kernel(
-    p_z,
-    p_fz,
-    p_best,
-    p_status,
-    p_iterations,
-    p_residual,
-    p_progress,
-    p_active,
-    B,
-    D,
-    k,
-    hold,
-    last,
-    tol: tl.float64,
-    absolute,
-    stall_floor: tl.float64,
-    offset: tl.float64,
-    maximum,
-    damping: tl.float64,
-    BLK: tl.constexpr,
-):
-    """z <- z + damping (f(z) - z) of a sample, block by block. hold: only judge, take no step."""
-    i_b = tl.program_id(0).to(tl.int64)
-    if has_ended(p_status, i_b):
-        return
-    p_z += i_b * D
-    p_fz += i_b * D
-    gg, ff = _squares(p_z, p_fz, 0, D, BLK)
-    res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
-    monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
-    rule = (tol, absolute, stall_floor, offset)
-    running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
-    _move(p_z, p_fz, p_best + i_b * D, 0, D, improved, failed, running & (hold == 0), damping, BLK)
+    if ON_CHIP:
+        if improved:
+            tl.store(p_best + o_d, b_z, mask=m_d)
+        if failed:
+            copy_row(p_z, p_best, D, BLK)
+        if running & (hold == 0):
+            tl.store(p_z + o_d, _stepped(b_z, b_fz, damping), mask=m_d)
+    else:
+        _move(p_z, p_fz, p_best, 0, D, improved, failed, running & (hold == 0), damping, BLK)
 
 
 @triton.jit(do_not_specialize=["S", "maximum"])
@@ -242,8 +212,7 @@ def _plan(a: Any, hold: bool, last: bool) -> Plan:
     decision = {"B": batch, "last": int(last)}
     if whole:
         plan = Plan(a)
-        kernel = _picard_row_kernel if size <= config.block else _picard_blocks_kernel
-        plan.add(kernel, (batch,), **decision, **step, **columns)
+        plan.add(_picard_kernel, (batch,), ON_CHIP=size <= config.block, **decision, **step, **columns)
         return plan
     plan = Plan(a, p_numbers=(batch, number_of("end"), programs))
     plan.add(_picard_sums_kernel, (batch, programs), S=programs, **{**columns, "maxnreg": SUMS_REGISTERS})

@@ -57,8 +57,8 @@ class TestGraphs:
         z, weight, x = (torch.ones(2, requires_grad=True) for _ in range(3))
         older = weight.exp()
         begin = next_node()
-        assert autograd.leaves_behind([z * x * weight], [z, x], begin) == ([weight], False)
-        assert autograd.leaves_behind([z * older], [z], begin) == ([], True)
+        assert autograd.Graph([z * x * weight], [z, x], begin).behind == ([weight], False)
+        assert autograd.Graph([z * older], [z], begin).behind == ([], True)
 
     @pytest.mark.parametrize("keeps", [False, True])
     def test_a_backward_pass_tells_whether_it_keeps_its_graph(self, keeps):

@@ -241,9 +241,8 @@ def specialise_step(case: Case) -> tuple[triton.JITFunction, dict[str, object], 
     dtype, history = DTYPES[case.state], DTYPES.get(case.history)
     if case.kernel == "picard":
         launch = config.picard_config(case.size, dtype)
-        fits_block = case.size <= launch.block
-        kernel = picard_step._picard_row_kernel if fits_block else picard_step._picard_blocks_kernel
-        return kernel, {"BLK": launch.block, **one(case)}, launch
+        constants = {"ON_CHIP": case.size <= launch.block, "BLK": launch.block}
+        return picard_step._picard_kernel, {**constants, **one(case)}, launch
     kernel, padded = STEP_KERNELS[case.kernel], config.padded_window(case.window)
     tiled = case.kernel.startswith("right") and padded > config.MAX_VECTOR_WINDOW
     if case.kernel in ("picard/judge", "left/judge", "row"):

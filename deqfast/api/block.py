@@ -163,8 +163,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
     @classmethod
     def _keywords_elsewhere(cls) -> dict[str, str]:
         """What to write instead of a setting of a solver or an adjoint."""
-        found = settings_of("adjoint", ADJOINTS) | settings_of("solver", SOLVERS)
-        return {name: place for name, place in found.items() if name != "solver"}
+        settings = settings_of("adjoint", ADJOINTS) | settings_of("solver", SOLVERS)
+        return {name: place for name, place in settings.items() if name != "solver"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         chosen = None
@@ -283,7 +283,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
         holds, modules = plan.context != "torch.func", modules_of(self.cell)
         check_loaded(modules, plan.z0)
-        if self.training and self.warn:
+        if self.training and self.warn and not self._changes.looked:
             self._changes.look(plan)
         with solving(modules), hold_weights(modules) if holds else nullcontext():
             states, solution = differentiate_along(plan, self.adjoint, at)
@@ -297,7 +297,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         options: Options = self._options()
         solves: Solves | None = self._solves
         if groups is not options.groups:  # of this call only: nothing is kept for it
-            options, solves = self.options.of_solve(self.current_solver, self._grouping(groups, z0)), None
+            check_together([*self.options.given(), "groups"])
+            options, solves = self.options.of_solve(self.current_solver, Packing(z0, groups).groups), None
         return Plan(
             cell=self.cell,
             x=x,
@@ -324,10 +325,6 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def current_solver(self) -> Solver:
         """Solver of the mode, training or evaluation, that the block is in."""
         return self.solver if self.training or self.eval_solver is None else self.eval_solver
-
-    def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
-        check_together([*self.options.given(), "groups"])
-        return Packing(z0, groups).groups
 
     def _keep_backward_solution(self, solution: Solution) -> None:
         self.__dict__["backward_solution"] = solution  # no module or parameter, for which torch would look

@@ -27,20 +27,20 @@ HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that
 class Changes:
     """One check of a cell: whether it changes between calls, takes its arguments in the wrong order, or ignores x.
 
-    Args:
+    Attributes:
         evaluates: evaluate the cell if none of its modules is known to change, and check how it uses its arguments.
+        looked: whether ``look`` has been called.
+        looks: whether ``look_at`` comes next.
     """
 
-    def __init__(self, evaluates: bool = True) -> None:
-        self.evaluates, self.looked, self.looks = evaluates, False, False
+    def __init__(self) -> None:
+        self.evaluates, self.looked, self.looks = True, False, False
 
     def look(self, plan: Plan) -> None:
         """Check the cell of a forward pass in training mode, and warn if it changes between calls."""
-        if self.looked:
-            return
         self.looked = self.looks = True
-        if found := changing_modules(plan.cell):
-            _warn(f"it contains {', '.join(found)}")
+        if changing := changing_modules(plan.cell):
+            _warn(f"it contains {', '.join(changing)}")
         elif self.evaluates and plan.context != "torch.func" and (gap := difference(plan) or 0) > 0:
             _warn(f"two evaluations at one state differ by {gap:.1g} of its length")
 

@@ -142,11 +142,11 @@ def _solve_op(
     kernel: str,
 ) -> list[Tensor]:
     solver = Picard(rtol, max_iter, atol=atol, norm=norm)
-    found = _solve(weight, c, z0, activation, solver, kernel, choose_kernel(kernel, c.device))
-    calls = torch.tensor([found.evaluations, found.sample_evaluations], device="cpu")
+    solution = _solve(weight, c, z0, activation, solver, kernel, choose_kernel(kernel, c.device))
+    calls = torch.tensor([solution.evaluations, solution.sample_evaluations], device="cpu")
     # The residuals are rows of one tensor, and results of an op may not share memory.
-    residuals = [found.residual_rel.clone(), found.residual_abs.clone()]
-    return [found.value.contiguous(), found.status, found.iterations, *residuals, calls]
+    residuals = [solution.residual_rel.clone(), solution.residual_abs.clone()]
+    return [solution.value.contiguous(), solution.status, solution.iterations, *residuals, calls]
 
 
 def _fake_solve_op(weight: Tensor, c: Tensor, *settings: Any) -> list[Tensor]:

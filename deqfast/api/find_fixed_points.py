@@ -13,7 +13,7 @@ from ..solution import Solution, Status
 from ..solvers import Anderson, Solver, as_solver
 from ..state.norms import lengths
 from ..state.packing import Packing
-from ..state.rows import per_row
+from ..state.rows import per_row, rows_of
 from ..torch_internals.autograd import vjp
 from .solve import solve
 
@@ -128,7 +128,7 @@ def find_fixed_points(
     solver = Anderson(RTOL[starts.dtype], max_iter=1000) if solver is None else as_solver(solver)
     near = _Nearness(f, starts, min(solver.rtol, RTOL[starts.dtype]))
     solution = near.at_zero(solve(f, starts, solver, kernel, stop_fn=near if near.is_fixed.any() else None))
-    sizes = lengths(_rows(solution.value))
+    sizes = lengths(rows_of(solution.value))
     chosen = _distinct(solution, solution.converged, distance * sizes)
     is_slow = ~solution.converged & (solution.residual_abs <= near.bound)
     slow = _distinct(solution, is_slow, distance * torch.maximum(sizes, near.scale))
@@ -156,14 +156,14 @@ class _Nearness:
         packing = Packing(starts)
 
         def rows(z: Tensor) -> Tensor:
-            return _rows(packing.check_value(f(z))[0])
+            return rows_of(packing.check_value(f(z))[0])
 
         with torch.no_grad():
             self.is_fixed = ~rows(torch.zeros_like(starts)).any(dim=1)  # NaN counts as any
-            self.rtol, self.scale = rtol, torch.minimum(lengths(_rows(starts)), lengths(rows(starts.clone())))
+            self.rtol, self.scale = rtol, torch.minimum(lengths(rows_of(starts)), lengths(rows(starts.clone())))
 
     def __call__(self, z: Tensor, value: Tensor, k: int) -> Tensor:
-        return (lengths(_rows(value)) <= self.bound) & self.is_fixed
+        return (lengths(rows_of(value)) <= self.bound) & self.is_fixed
 
     @property
     def bound(self) -> Tensor:
@@ -189,14 +189,14 @@ def _distinct(solution: Solution, counted: Tensor, radius: Tensor) -> list[tuple
     """
     index = counted.nonzero()[:, 0]
     left = index[solution.residual[index].argsort(stable=True)]
-    values = _rows(solution.value)
+    values = rows_of(solution.value)
     radius = torch.maximum(radius, AMPLIFICATION * solution.residual_abs)
-    found = []
+    points = []
     while len(left):
         near = lengths(values[left] - values[left[0]]) <= torch.maximum(radius[left], radius[left[0]])
-        found.append((int(left[0]), int(near.sum())))
+        points.append((int(left[0]), int(near.sum())))
         left = left[~near]
-    return sorted(found, key=lambda point: -point[1])
+    return sorted(points, key=lambda point: -point[1])
 
 
 def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
@@ -204,23 +204,18 @@ def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         z = points.clone().requires_grad_()
         value = f(z)
-    flat, rows = _rows(torch.zeros_like(points)), []
+    flat, rows = rows_of(torch.zeros_like(points)), []
     for i in range(flat.shape[1]):
         unit = flat.clone()
         unit[:, i] = 1
         (product,) = vjp([value], [z], [unit.view_as(points)])
-        rows.append(flat if product is None else _rows(product))
+        rows.append(flat if product is None else rows_of(product))
     jacobian = torch.stack(rows, dim=1) if rows else points.new_zeros(len(points), 0, 0)
     known = jacobian.isfinite().flatten(1).all(dim=1)
-    found = torch.full(jacobian.shape[:2], torch.nan, dtype=jacobian.dtype.to_complex(), device=jacobian.device)
-    found[known] = torch.linalg.eigvals(jacobian[known])
-    return found.gather(1, found.abs().argsort(dim=1, descending=True))
+    numbers = torch.full(jacobian.shape[:2], torch.nan, dtype=jacobian.dtype.to_complex(), device=jacobian.device)
+    numbers[known] = torch.linalg.eigvals(jacobian[known])
+    return numbers.gather(1, numbers.abs().argsort(dim=1, descending=True))
 
 
 def _described(value: object) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Tensor (B, D) with the numbers of each sample in a row."""
-    return tensor.reshape(len(tensor), tensor[:1].numel() if len(tensor) else tensor.shape[1:].numel())

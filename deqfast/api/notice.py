@@ -86,11 +86,13 @@ class Notice:
         self.pending.arrived = torch.cuda.current_stream(counts.device).record_event()
 
     def _judge(self, counts: dict[Status, int], samples: int) -> None:
-        found = {status: number for status, number in counts.items() if number and status in self.asked}
-        if not found:
+        unsolved = {status: number for status, number in counts.items() if number and status in self.asked}
+        if not unsolved:
             return
-        self.asked = [status for status in self.asked if status not in found]
-        said = "; ".join(f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in found.items())
+        self.asked = [status for status in self.asked if status not in unsolved]
+        said = "; ".join(
+            f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in unsolved.items()
+        )
         warn(f"deqfast: in a {self.kind} solve, {said}. Shown once; {self.more}")
 
     def __getstate__(self) -> dict[str, object]:

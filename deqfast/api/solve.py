@@ -42,7 +42,7 @@ def solve(
             own memory: f must neither modify it nor keep it after the call.
         z0: a floating-point or complex tensor (B, ...) or a pytree of them; dimension 0 is the batch. A complex number
             counts as two real ones.
-        solver: a solver or the name of one, "broyden", "anderson" or "picard".
+        solver: a solver or the name of one, "broyden", "anderson", "picard" or "auto".
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         groups: for an f that couples rows of z, such as the nodes of a graph. (N,) integers from 0, the sample of each
             of the N rows of z0, in any order; or "batch", for one sample of all rows. Residual, history and freezing

@@ -105,8 +105,8 @@ class CellHooks(Protocol):
         """Solve z = f(z, x) by the cell's own method; return None if the ordinary loop has to solve it.
 
         Called once per forward pass under ``torch.no_grad`` in place of ``deqfast.solve``. It is not called with
-        trace=True, `stop_fn`, `groups`, `scale`, ``SHINE``, ``Unrolled`` or
-        ``Reversible``, nor in ``trajectory``, nor under torch.func or torch.export.
+        trace=True, `stop_fn`, `groups`, `scale`, ``Unrolled``, ``Reversible`` or, if gradients are recorded, ``SHINE``.
+        Nor is it called in ``trajectory``, or under torch.func or torch.export.
 
         Args:
             x: the block's input.

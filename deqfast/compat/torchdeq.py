@@ -650,7 +650,7 @@ class _Kept:
 
     def __call__(self, z: Any, x: Any) -> Any:
         value, tau = self.plan.cell(z, x), self.method.relaxation
-        values, states = self.packing.check_value(value), self._leaves(z)
+        values, states = self.packing.check_value(value), pytree.tree_leaves(z)
         if tau != 1.0:
             values = [tau * y + (1 - tau) * z for y, z in zip(values, states, strict=True)]
             value = pytree.tree_unflatten(values, self.packing.spec)
@@ -659,9 +659,6 @@ class _Kept:
             self._keep(states, values)
         self.latest = values
         return value
-
-    def _leaves(self, z: Any) -> list[Tensor]:
-        return [z] if self.packing.is_tensor else pytree.tree_leaves(z)
 
     def _keep(self, states: list[Tensor], values: list[Tensor]) -> None:
         groups, method = self.plan.groups, self.method
@@ -747,7 +744,7 @@ class _Kept:
         self, solution: Solution, kept: Tensor, step: Tensor
     ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """Values, residuals and steps, with those of the solution for samples that converged or broke down."""
-        states = self._leaves(solution.value)
+        states = pytree.tree_leaves(solution.value)
         broken = solution.status == Status.NONFINITE
         done = torch.zeros_like(broken) if self.method.is_final else solution.converged
         values = self._select(done, self.latest if self.method.ends_in_f else states, self.kept)

@@ -235,11 +235,7 @@ def gradient_errors(
     # With an input b that is added to f, the gradient in b is u.
     b = problem.map(lambda leaf: torch.zeros_like(leaf).requires_grad_(), z)
     shifted = Plan(
-        cell=lambda z, b: problem.map(torch.add, f(z), b),
-        x=b,
-        z0=z,
-        options=plan.options,
-        on_backward=solved.append,
+        cell=lambda z, b: problem.map(torch.add, f(z), b), x=b, z0=z, options=plan.options, on_backward=solved.append
     )
     solution = problem.solve(Picard(TIGHT, max_iter=1), f, z)
     probe = [torch.randn_like(leaf) for leaf in problem.leaves(z)]

@@ -16,7 +16,7 @@ from ..engine.solve import Solve
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.norms import sample_norms
-from ..state.packing import Packing
+from ..state.packing import Packing, countable
 from ..state.rows import mark_samples, settled, take_rows
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached
@@ -35,7 +35,7 @@ class Problem:
     """
 
     def __init__(self, plan: Plan) -> None:
-        z0, x = (pytree.tree_map(_ordinary, tree) for tree in (plan.z0, plan.x))
+        z0, x = (pytree.tree_map_only(Tensor, countable, tree) for tree in (plan.z0, plan.x))
         options = replace(plan.options, stop_fn=None, trace=False, drop_converged=False)
         plan = replace(plan, z0=detached(z0), x=x, options=options, on_backward=lambda solution: None)
         self.plan = replace(plan, graphs=None, compiled=None, linearised=None)
@@ -106,7 +106,3 @@ class Problem:
         """These rows of z, and f for them only."""
         x = take_rows(self.plan.x, self.marks, rows)
         return self.map(lambda leaf: leaf.index_select(0, rows), z), lambda part: self.cell(part, x)
-
-
-def _ordinary(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops.steps.reference import begun, evaluated
 from ..solution import Status
 from ..solvers.base import State
-from ..state.packing import Packing, evaluate, kept, versions, writes
+from ..state.packing import Packing, countable, evaluate, versions, writes
 
 
 def iterate(
@@ -178,7 +178,7 @@ def stopping(stop_fn: StopFn, packing: Packing, state: State) -> Before:
     """End samples by the caller's rule."""
 
     def stop(value: Any, rows: Tensor, k: int) -> Tensor:
-        rows = kept(rows)
+        rows = countable(rows)
         _end(state, _asked(stop_fn, packing, state, value, k + 1), rows, k)
         return rows
 

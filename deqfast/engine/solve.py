@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,26 +44,20 @@ class Options:
     drop_converged: bool = False
     trace: bool = False
     keeps_inverse: bool = False
-    _derived: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+    _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
 
+    @cached_property
     def keeping(self) -> Options:
         """These options, with the history kept."""
-        if "keeping" not in self._derived:
-            self._derived["keeping"] = replace(self, keeps_inverse=True)
-        found: Options = self._derived["keeping"]
-        return found
+        return replace(self, keeps_inverse=True)
 
     def linear(self, solver: Solver) -> tuple[Options, Options]:
         """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale."""
-        if solver not in self._derived:
+        if solver not in self._linear:
+            options = Options(solver=solver, kernel=self.kernel, groups=self.groups, scale=self.scale)
             inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
-            one, other = (
-                Options(solver=solver, kernel=self.kernel, groups=self.groups, scale=scale)
-                for scale in (self.scale, inverse)
-            )
-            self._derived[solver] = one, other
-        found: tuple[Options, Options] = self._derived[solver]
-        return found
+            self._linear[solver] = options, replace(options, scale=inverse)
+        return self._linear[solver]
 
 
 class Solve:
@@ -207,12 +202,6 @@ def init_of(options: Options) -> Callable[[Tensor, Kernel], State]:
     return solver.init_pairs if options.keeps_inverse and isinstance(solver, Multisecant) else solver.init
 
 
-def check_inverse(solver: Solver) -> None:
-    """Raise ValueError if an inverse is to be kept and the solver has none."""
-    if not isinstance(solver, Multisecant):
-        raise ValueError(f"SHINE needs the history of Anderson or Broyden, got {solver}")
-
-
 def inverse_of(packing: Packing, solver: Solver, state: State) -> Inverse:
     """Map from v like z0 to an estimate of (I - J^T)^-1 v, from the history of a solve that ended in `state`."""
     assert isinstance(solver, Multisecant)
@@ -248,8 +237,8 @@ class Solves:
         """Solve from z0 with these options, which is compiled if none is kept."""
         if (layout := layout_of(z0)) is None:
             return Solve(z0, options)
-        if (found := self._kept.get((options, layout))) is not None:
-            return found
+        if (solve := self._kept.get((options, layout))) is not None:
+            return solve
         solve = Solve(z0, options)
         with self._lock:
             if len(self._kept) >= MOST:

@@ -10,7 +10,7 @@ from .neumann import Neumann
 from .phantom import Phantom
 from .reversible import Reversible
 from .shine import SHINE
-from .unrolled import Iterated, Unrolled
+from .unrolled import Unrolled
 
 ADJOINTS: tuple[type[Adjoint], ...] = (JFB, Implicit, Neumann, Phantom, Reversible, SHINE, Unrolled)
 _BY_NAME = {kind.__name__.lower(): kind for kind in ADJOINTS}
@@ -29,7 +29,6 @@ __all__ = [
     "ADJOINTS",
     "Adjoint",
     "Implicit",
-    "Iterated",
     "JFB",
     "Neumann",
     "Phantom",

@@ -37,7 +37,6 @@ from ..torch_internals.autograd import (
     Graph,
     edge_of,
     in_order_of,
-    leaves_behind,
     not_leaves,
     requiring_grad,
     with_nodes,
@@ -55,6 +54,7 @@ class Recorded:
 
     Attributes:
         outputs: its leaves, in the order of z's.
+        of_x: tensors of x that require a gradient.
         graph: their graph, of which the search for leaves behind it begins only when it is asked for.
     """
 
@@ -62,15 +62,15 @@ class Recorded:
         first = next_node()
         inner = with_nodes(x)  # else a tensor of x could not be distinguished from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))
-        self.given, state = requiring_grad(x), requiring_grad(z)
-        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state] if self.given else state, first)
+        self.of_x, state = requiring_grad(x), requiring_grad(z)
+        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state] if self.of_x else state, first)
         self.is_of_state = bool(state)
 
     @property
     def is_differentiable(self) -> bool:
         """Whether a tensor other than z that requires a gradient takes part."""
-        if self.given or not self.is_of_state:
-            return bool(self.given or self.graph.ends)
+        if self.of_x or not self.is_of_state:
+            return bool(self.of_x or self.graph.ends)
         return bool(self.graph.ends) and (bool(self.held) or self.hides)
 
     @property
@@ -86,7 +86,7 @@ class Recorded:
     @property
     def sources(self) -> list[Tensor]:
         """The outside tensors on which the evaluation depends: those of x, then the leaves that the cell holds."""
-        return [*self.given, *self.held]
+        return [*self.of_x, *self.held]
 
 
 class Rule:
@@ -129,7 +129,7 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
     if not recorded.is_differentiable:
         return value
     values, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
-    sources = recorded.sources if rule.has_second_derivatives else recorded.given
+    sources = recorded.sources if rule.has_second_derivatives else recorded.of_x
     to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources)
     attached = list(_Attach.apply(to, *recorded.outputs, *sources))
     return attached[0] if spec is None else pytree.tree_unflatten(attached, spec)
@@ -179,10 +179,10 @@ class _Attach(torch.autograd.Function):
         to, inputs = ctx.to, len(ctx.needs_input_grad)
         full: list[Any] = list(grads)
         if any([g is None for g in grads]):
-            given = next((g for g in grads if g is not None), None)
-            if given is None:  # the valve is closed
+            known = next((g for g in grads if g is not None), None)
+            if known is None:  # the valve is closed
                 return (None,) * inputs
-            full = [given.new_zeros(shape) if g is None else g for g, shape in zip(grads, ctx.shapes, strict=True)]
+            full = [known.new_zeros(shape) if g is None else g for g, shape in zip(grads, ctx.shapes, strict=True)]
         if to.broken is not None:
             full = [torch.where(per_row(to.broken, g), torch.zeros_like(g), g) for g in full]
         past: Gradients = []
@@ -232,7 +232,7 @@ def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
     """Return whether the values of an adjoint depend on tensors that require a gradient other than through `leaves`."""
     attached: list[Any] = [v.grad_fn for v in values if getattr(v.grad_fn, "_forward_cls", None) is _Attach]
     sources = [source for node in attached for source in _sources(node)] if attached else values
-    return any(node.to.graph.behind[1] for node in attached) or bool(leaves_behind(sources, leaves, 0)[0])
+    return any(node.to.graph.behind[1] for node in attached) or bool(Graph(sources, leaves, 0).behind[0])
 
 
 @torch.no_grad()
@@ -248,7 +248,7 @@ def confirmed(solution: Solution, options: Options, z: Any, evaluation: list[Ten
     values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))
     rounding = residual_floor(values, states, device, float32_products_eps(device))
     solver = options.solver
-    gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]
+    gaps = [y - leaf for y, leaf in zip(evaluation, leaves, strict=True)]
     factors = factors_of(options.scale, pytree.tree_structure(z))
     size, gap = (sample_norms(of, options.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)

@@ -28,16 +28,7 @@ from ..torch_internals.autograd import (
 from ..torch_internals.dynamo import uncompiled
 from ..torch_internals.transforms import Members
 from .base import Adjoint, Evaluate, Recorded, Rule, attach, confirmed
-from .derivative import (
-    Derivative,
-    Linearisation,
-    StateFunction,
-    attached,
-    in_dtypes_of,
-    on_values,
-    transpose,
-    unfold,
-)
+from .derivative import Derivative, Linearisation, StateFunction, attached, in_dtypes_of, on_values, transpose, unfold
 from .linear import LinearSolve
 from .linearised import Product
 
@@ -134,8 +125,8 @@ class _Inverted(Rule):
         leaves, spec = pytree.tree_flatten(self.z)
 
         def products(u: list[Tensor]) -> Gradients:
-            found = product(self.recorded.outputs, leaves, unfold(u, members.count), is_grads_batched=True)
-            return [None if p is None else p.flatten(0, 1) for p in found]
+            pulled = product(self.recorded.outputs, leaves, unfold(u, members.count), is_grads_batched=True)
+            return [None if p is None else p.flatten(0, 1) for p in pulled]
 
         with self.autocast():
             grads = [g.flatten(0, 1) for g in grads]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..engine.runners.compiled import Codes, Compiled
+from ..engine.runners.compiled import Compiled
 from ..engine.solve import Options
 from ..ops.registry import library
 from ..solution import Solution
@@ -24,7 +24,7 @@ from ..state.packing import Packing
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of, keep, kept, vjp
 from ..torch_internals.dispatch import OpOverload
-from ..torch_internals.dynamo import reason
+from ..torch_internals.dynamo import Codes, reason
 
 # The identity, which marks z among the inputs of a captured graph.
 library.define("differentiated(Tensor z) -> Tensor")
@@ -87,7 +87,7 @@ class Linearised:
         self._current.product = None
         try:
             with torch.enable_grad():
-                self._codes.call(packing.resized(0).signature(), cell, packing.spec, leaves, x)
+                self._codes.call(packing.signature(), cell, packing.spec, leaves, x)
         except Exception as error:
             raise RuntimeError(f"compile=True: {_REFUSAL}: {reason(error)}") from error
         product, self._current.product = self._current.product, None

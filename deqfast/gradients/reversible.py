@@ -132,9 +132,9 @@ class _Run:
         ends, cell = [list(state) for state in self.ends], uncompiled(self.repeated)
         passed = [[torch.zeros_like(end) for end in ends[0]], [_widened(grad) for grad in grads]]
         # Gradients of a half-step end at x; if x was computed from another source, the outer pass differentiates that.
-        x = pytree.tree_map(self._cut, self.x)
-        given = requiring_grad(x)
-        found: Gradients = [None] * (len(given) + len(sources))
+        x = pytree.tree_map(lambda t: t.detach().requires_grad_() if requiring_grad(t) else t, self.x)
+        of_x = requiring_grad(x)
+        gradients: Gradients = [None] * (len(of_x) + len(sources))
         with self.autocast():
             for half in range(2 * self.steps):
                 at, of = half % 2, 1 - half % 2  # z was moved by f(y), and before that y by f(z)
@@ -142,31 +142,27 @@ class _Run:
                 with torch.enable_grad():
                     values = in_order_of(z, cell(not_leaves(z), not_leaves(x)))
                 scaled = [self.relaxation * grad for grad in passed[of]]
-                pulled = vjp(values, [*pytree.tree_leaves(z), *given, *sources], scaled)
+                pulled = vjp(values, [*pytree.tree_leaves(z), *of_x, *sources], scaled)
                 passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]
                 passed[of] = [(1 - self.relaxation) * p for p in passed[of]]
-                found = [_sum(a, b) for a, b in zip(found, pulled[len(grads) :], strict=True)]
+                gradients = [_sum(a, b) for a, b in zip(gradients, pulled[len(grads) :], strict=True)]
                 ends[of] = [self._unmixed(end, v.detach()) for end, v in zip(ends[of], values, strict=True)]
         self._check(ends)
         # Gradients that the cell adds without x: a leaf counts among those held, and one that x has twice counts once.
-        by_cell = found[len(given) :]
-        for i, source in enumerate(sources[: len(given)]):
-            if not any(source is other for other in (*sources[:i], *sources[len(given) :])):
-                found[i] = _sum(found[i], by_cell[i])
-        return [*found[: len(given)], *by_cell[len(given) :]]
-
-    @staticmethod
-    def _cut(leaf: Any) -> Any:
-        return leaf.detach().requires_grad_() if requiring_grad(leaf) else leaf
+        by_cell = gradients[len(of_x) :]
+        for i, source in enumerate(sources[: len(of_x)]):
+            if not any(source is other for other in (*sources[:i], *sources[len(of_x) :])):
+                gradients[i] = _sum(gradients[i], by_cell[i])
+        return [*gradients[: len(of_x)], *by_cell[len(of_x) :]]
 
     def _unmixed(self, state: Tensor, value: Tensor) -> Tensor:
         return (state - self.relaxation * _widened(value)) / (1 - self.relaxation)
 
-    def _check(self, found: list[list[Tensor]]) -> None:
-        """Raise RuntimeError if a sample of the states `found` is not at its start."""
+    def _check(self, ends: list[list[Tensor]]) -> None:
+        """Raise RuntimeError if a sample of the states `ends` is not at its start."""
         size = self.lengths(self.ends[1]) + self.lengths([_widened(leaf) for leaf in self.start])
         known = (size > 0) & torch.isfinite(size)  # samples of zeros are at their start, broken ones are not checked
-        off = [self.lengths([a - b for a, b in zip(state, self.start, strict=True)]) / size for state in found]
+        off = [self.lengths([a - b for a, b in zip(state, self.start, strict=True)]) / size for state in ends]
         distances = torch.stack(off)[:, known].nan_to_num(torch.inf)
         distance = float(distances.max()) if distances.numel() else 0.0
         if distance > _LOST:
@@ -202,9 +198,9 @@ class _Reversed(torch.autograd.Function):
     def pull(ctx: Any, grads: tuple[Tensor, ...]) -> Any:
         sources = list(ctx.saved_tensors)
         with torch.no_grad():
-            found = ctx.run.pull(list(grads), sources)
+            pulled = ctx.run.pull(list(grads), sources)
         if torch.is_grad_enabled():
-            found = [g if g is None else NoDoubleBackward.apply(g, "Reversible", *grads, *sources) for g in found]
+            pulled = [g if g is None else NoDoubleBackward.apply(g, "Reversible", *grads, *sources) for g in pulled]
         if not keeps_graph():
             ctx.run = None  # as torch frees saved tensors
-        return (*[None] * (2 + ctx.count), *found)
+        return (*[None] * (2 + ctx.count), *pulled)

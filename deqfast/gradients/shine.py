@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .._checks import check_number
 from ..engine.plan import Plan, run
-from ..engine.solve import Inverse, check_inverse
+from ..engine.solve import Inverse
 from ..solution import Solution
+from ..solvers.multisecant import Multisecant
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import per_row
@@ -50,9 +51,10 @@ class SHINE(Adjoint):
     def __call__(self, plan: Plan) -> tuple[Any, Solution]:
         if not plan.is_differentiated:
             return super().__call__(plan)
-        check_inverse(plan.solver)
+        if not isinstance(plan.solver, Multisecant):
+            raise ValueError(f"SHINE needs the history of Anderson or Broyden, got {plan.solver}")
         kept: list[Inverse] = []
-        plan = replace(plan, options=plan.options.keeping(), keep_inverse=kept.append)
+        plan = replace(plan, options=plan.options.keeping, keep_inverse=kept.append)
         solution = run(plan)
         z, x, broken = plan.without_broken(solution)
         recorded = Recorded(plan.cell, detached(z), x)

@@ -20,7 +20,7 @@ from ..solvers import Solver
 from ..state.packing import Packing, evaluate, version
 from ..state.rows import per_row, stand_in
 from ..torch_internals import pytree
-from ..torch_internals.autograd import detached, leaves_behind, requiring_grad
+from ..torch_internals.autograd import Graph, detached, requiring_grad
 from ..torch_internals.dynamo import outside_exports
 from ..torch_internals.transforms import values
 from ..torch_internals.weights import as_now, behind_held, next_node, tensors_of
@@ -103,7 +103,7 @@ class Unrolled(Iterated):
             previous, z = z, pytree.tree_map(lambda old, new: new.to(old.dtype), z, value)  # in the order of z
             judge.see(previous, value)
         if repeated is not None:
-            repeated.end(leaves_behind(pytree.tree_leaves(value), requiring_grad((previous, x)), begin)[0])
+            repeated.end(Graph(pytree.tree_leaves(value), requiring_grad((previous, x)), begin).behind[0])
         return z, judge.solution(z)
 
 

@@ -1,21 +1,7 @@
-"""NC1 to NC4 as four papers define them.
+"""NC1 to NC4 as four papers define them, by the table and in the notation of ``neural_collapse``.
 
-Notation: mu_k are the class means, k = 1 .. K, and c is their centre. H (K, D) has the rows mu_k, M (K, D) the rows
-mu_k - c. W (K, D) and b (K,) are weight and bias of the classifier; without a bias b is 0. The simplex is
-S = (I - 11^T / K) / sqrt(K - 1). ^A is A / ||A||. Norms of matrices are Frobenius norms. cos is of two rows of M.
-
-==========  ======================  ====================  ===================  ===================
-of          "sun"                   "papyan"              "zhu"                "kothapalli"
-==========  ======================  ====================  ===================  ===================
-centre c    mean of class means     mean of all samples   mean of all samples  mean of class means
-NC1         tr(Sigma_W Sigma_B^+)/K, with Sigma_B about c; the same for all four
-NC2         ||^(H H^T) - S||        mean |cos + 1/(K-1)|  ||^(W W^T) - S||     ||^(M M^T) - S||
-NC3         ||^W - ^H||             ||^W - ^M||^2         ||^(W M^T) - S||     ||^(W M^T) - S||
-NC4         share that agree        share that disagree   ||W c + b||          share that agree
-==========  ======================  ====================  ===================  ===================
-
-On the samples that agree, argmax_k (W h + b)_k is the class of the nearest mean. Shares are of all samples. The bias
-enters NC4 only. For classes of equal size both centres are the same.
+On the samples that agree, argmax_k (W h + b)_k is the class of the nearest mean. Shares are of all samples. For classes
+of equal size both centres are the same.
 
 "papyan" has two more parts of NC2: the standard deviations of the lengths, over their mean, and of the cosines. All
 three parts are measured of the rows of M, and of the rows of W, which are not centred.

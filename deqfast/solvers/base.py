@@ -116,7 +116,7 @@ class Solver(ChecksKeywords):
 
     - `drop_converged`: no running row may depend on rows of fz whose samples are done, which are undefined.
     - `cuda_graph`: ``advance`` must not read values on the host, and ``State.restart`` must reset all tensors.
-    - `compile`, ``torch.export`` and ``SHINE`` serve deqfast's own solvers only.
+    - `compile` and ``torch.export`` serve only ``Picard``, ``Anderson`` and ``Broyden``, ``SHINE`` only the last two.
 
     Args:
         rtol: relative tolerance, at least 0 and less than 1.

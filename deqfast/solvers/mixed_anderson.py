@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import check_count, check_number
 from ..kernels.constants import ANDERSON_II
 from ..ops import Kernel
-from ..state.packing import Packing, evaluate, kept, versions
+from ..state.packing import Packing, countable, evaluate, versions
 from ..torch_internals import pytree
 from .base import Solver, State
 from .multisecant import slots
@@ -37,9 +37,7 @@ class MixedState(State):
     pairs: Tensor | None = None
     gram: Tensor | None = None
     calls: int = 0  # of f
-    mixed: tuple[Tensor, Tensor] | None = (
-        None  # rows of the error (B, E) and the proposal (B, D) at the present iterate
-    )
+    mixed: tuple[Tensor, Tensor] | None = None  # rows of error (B, E) and proposal (B, D) at the present iterate
 
     def mix(self, error: Tensor, target: Tensor, k: int, ridge: float) -> Tensor:
         """Iterate k + 1 (B, D): the target, less the changes of targets whose errors make up most of the error.
@@ -170,7 +168,7 @@ class MixedAnderson(Solver):
         rows = which[0] if which else None
         part = packing if rows is None else packing.resized(len(rows))
         part.check_value(value)
-        shown = pytree.tree_map_only(Tensor, kept, value)
+        shown = pytree.tree_map_only(Tensor, countable, value)
         before = versions((z, shown))
         returned = self.mixing_fn(z, shown, *which)
         if versions((z, shown)) != before:
@@ -184,5 +182,5 @@ class MixedAnderson(Solver):
             raise type(wrong)(f"mixing_fn's proposal must be as f's value, whose place it takes: {wrong}") from None
         if rows is None:
             return error, proposal
-        of_all = [one.new_empty(packing.batch, one.shape[1]).index_copy_(0, rows, one) for one in (error, proposal)]
-        return of_all[0], of_all[1]
+        error, proposal = (t.new_empty(packing.batch, t.shape[1]).index_copy_(0, rows, t) for t in (error, proposal))
+        return error, proposal

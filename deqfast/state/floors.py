@@ -18,9 +18,7 @@ _UNITS_OF_VALUES, _UNITS_OF_FACTORS = ROUNDINGS_OF_STALL_FLOOR, 0.25
 # Kept, because torch.backends takes microseconds to find them.
 _backends: Any = torch.backends
 PRECISIONS: dict[str, tuple[Any, ...]] = defaultdict(
-    tuple,
-    cpu=(_backends.mkldnn.matmul, _backends.mkldnn.conv),
-    cuda=(_backends.cuda.matmul, _backends.cudnn.conv),
+    tuple, cpu=(_backends.mkldnn.matmul, _backends.mkldnn.conv), cuda=(_backends.cuda.matmul, _backends.cudnn.conv)
 )
 _ON_CPUS = {"bf16": torch.finfo(torch.bfloat16).eps}
 _ON_GPUS = {"tf32": 2.0**-10, **_ON_CPUS}

@@ -26,8 +26,8 @@ def sample_norms(
     if factors is not None:
         norms = [norm / factor for norm, factor in zip(norms, factors, strict=True)]
     if maximum:
-        found = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
-        return found if groups is None else groups.gather(found[:, None]).amax(dim=1)
+        of_rows = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
+        return of_rows if groups is None else groups.gather(of_rows[:, None]).amax(dim=1)
     if groups is not None:
         return groups.sums(torch.stack(norms).square().sum(dim=0)).sqrt()
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
@@ -57,5 +57,5 @@ def largest(rows: Tensor) -> Tensor:
     """Largest magnitudes over the last dimension (..., 1); 1 for zeros and for rows without numbers."""
     if not rows.shape[-1]:
         return rows.new_ones(*rows.shape[:-1], 1)
-    found = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True)
-    return torch.where(found == 0, 1, found)
+    magnitudes = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True)
+    return torch.where(magnitudes == 0, 1, magnitudes)

@@ -132,9 +132,7 @@ class Packing:
                 )
         self.leaves = [_Leaf.of(leaf) for leaf in leaves]
         self.batch, self.device = leaves[0].shape[0], leaves[0].device
-        self.groups = (
-            groups if isinstance(groups, Groups) or groups is None else Groups(groups, self.batch, self.device)
-        )
+        self.groups = groups if isinstance(groups, Groups | None) else Groups(groups, self.batch, self.device)
         if self.groups is not None:
             self.groups.check(self.batch, self.device)
             self.batch = self.groups.count
@@ -144,11 +142,6 @@ class Packing:
         self._note_rows()
 
     def signature(self) -> tuple[Any, ...]:
-        """Key that two packings share if each can pack the other's tensors."""
-        leaves = tuple((leaf.shape, leaf.dtype, tuple(leaf.order)) for leaf in self.leaves)
-        return str(self.spec), leaves, self.device, *(self.factors or ())
-
-    def signature_of_sample(self) -> tuple[Any, ...]:
         """Key that two packings share if they differ only in the batch."""
         leaves = tuple((leaf.shape[1:], leaf.dtype, *leaf.order) for leaf in self.leaves)
         return "" if self.is_tensor else str(self.spec), leaves, self.device, *(self.factors or ())
@@ -193,10 +186,9 @@ class Packing:
 
     def fill(self, whole: Any, part: Any, rows: Tensor) -> Any:
         """Structure like `whole` in the dtypes of `part`, with these rows replaced by `part`, f's output for them."""
-        found = []
-        for to, leaf in zip(self.spec.flatten_up_to(whole), self.check_value(part), strict=True):
-            found.append(to.to(leaf.dtype, copy=True).index_copy_(0, rows, leaf))
-        return pytree.tree_unflatten(found, self.spec)
+        pairs = zip(self.spec.flatten_up_to(whole), self.check_value(part), strict=True)
+        filled = [leaf.to(new.dtype, copy=True).index_copy_(0, rows, new) for leaf, new in pairs]
+        return pytree.tree_unflatten(filled, self.spec)
 
     def check_value(self, value: Any) -> list[Tensor]:
         """Tensors of f's output; an error if it lacks the structure, shapes or device of z0."""
@@ -260,12 +252,8 @@ class Packing:
         rows, got = self.leaves[0].shape[0], type(numbers).__name__
         if isinstance(numbers, Tensor):
             check_dense(name, numbers)
-            if (
-                is_of_state(numbers)
-                and numbers.shape[:1] == (rows,)
-                and numbers.numel()
-                and numbers.device == self.device
-            ):
+            fits = is_of_state(numbers) and numbers.shape[:1] == (rows,) and numbers.numel()
+            if fits and numbers.device == self.device:
                 return self._gathered(_as(rows_of(numbers), self.dtype))
             got = f"{numbers.dtype} {tuple(numbers.shape)} on {numbers.device}"
         raise ValueError(
@@ -328,9 +316,9 @@ def versions(tree: Any) -> int | list[int]:
     return version(tree) if isinstance(tree, Tensor) else [version(leaf) for leaf in pytree.tree_leaves(tree)]
 
 
-def kept(rows: Tensor) -> Tensor:
-    """Rows of f's value that a callback cannot change: a copy if torch does not count writes to them."""
-    return rows.clone() if rows.is_inference() else rows
+def countable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it was made in inference mode: torch would not count writes to it, nor record it."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def version(tensor: Tensor) -> int:

@@ -84,16 +84,15 @@ def vjp(
     attached = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     if not attached:
         return [None] * len(inputs)
-    values, given = map(list, zip(*attached, strict=True))
+    values, vectors = map(list, zip(*attached, strict=True))
     hooks = [tensor._backward_hooks for tensor in inputs if tensor._backward_hooks]
     with _no_hooks(hooks) if hooks else nullcontext():
-        if options or any(y.shape != g.shape for y, g in zip(values, given, strict=True)):
-            found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
-        else:  # skips checks that take as long as a product of a small cell
-            found = _engine_run_backward(
-                tuple(values), tuple(given), retain_graph, False, tuple(inputs), True, accumulate_grad=False
-            )
-    return list(found)
+        if options or any(y.shape != g.shape for y, g in zip(values, vectors, strict=True)):
+            options |= {"retain_graph": retain_graph, "allow_unused": True}
+            return list(torch.autograd.grad(values, inputs, vectors, **options))
+        # Skips checks that take as long as a product of a small cell.
+        arguments = tuple(values), tuple(vectors), retain_graph, False, tuple(inputs), True
+        return list(_engine_run_backward(*arguments, accumulate_grad=False))
 
 
 def multiplier(outputs: list[Tensor], inputs: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor | None]]:
@@ -104,10 +103,10 @@ def multiplier(outputs: list[Tensor], inputs: list[Tensor]) -> Callable[[list[Te
     values, leaves, dtypes = tuple(outputs), tuple(inputs), [y.dtype for y in outputs]
 
     def multiply(grads: list[Tensor]) -> Sequence[Tensor | None]:
-        given = tuple([g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)])
+        vectors = tuple([g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)])
         before, _thread.multiplies = _thread.multiplies, True
         try:
-            return _engine_run_backward(values, given, True, False, leaves, True, accumulate_grad=False)
+            return _engine_run_backward(values, vectors, True, False, leaves, True, accumulate_grad=False)
         finally:
             _thread.multiplies = before
 
@@ -283,7 +282,7 @@ class Graph:
     def behind(self) -> tuple[list[Tensor], bool]:
         """Leaves that the outputs depend on, except through those excluded; and whether they depend on older nodes."""
         edges, seen = [(edge, self.first) for edge in self.ends], set(self.excluded)
-        found, hides = [], False
+        leaves, hides = [], False
         while edges:
             edge, first = edges.pop()
             if edge in seen or edge[0] is None:
@@ -292,12 +291,12 @@ class Graph:
             first = self.ages.get(edge[0], first)
             if edge[0].name() == "torch::autograd::AccumulateGrad":
                 if edge[0].variable not in _states:
-                    found.append(edge[0].variable)
+                    leaves.append(edge[0].variable)
             elif edge[0]._sequence_nr() < first and edge[0].name() != "ToCopyBackward0":
                 hides = True
             else:
                 edges.extend([(behind, first) for behind in edge[0].next_functions])
-        return found, hides
+        return leaves, hides
 
 
 def edges_of(tensors: Iterable[Tensor]) -> list[Any]:
@@ -305,14 +304,9 @@ def edges_of(tensors: Iterable[Tensor]) -> list[Any]:
     return [edge_of(t) if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in tensors if t.requires_grad]
 
 
-def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
-    """``Graph.behind`` of these tensors."""
-    return Graph(outputs, excluded, first).behind
-
-
 def detached(tree: Any, requires_grad: bool = False) -> Any:
     """`tree` with its tensors cut from their graphs, with `requires_grad` as fresh leaves."""
-    found = tree.detach() if isinstance(tree, Tensor) else pytree.tree_map(torch.Tensor.detach, tree)
+    constant = tree.detach() if isinstance(tree, Tensor) else pytree.tree_map(torch.Tensor.detach, tree)
     if requires_grad:
-        _states.update((leaf.requires_grad_(), None) for leaf in pytree.tree_leaves(found))
-    return found
+        _states.update((leaf.requires_grad_(), None) for leaf in pytree.tree_leaves(constant))
+    return constant

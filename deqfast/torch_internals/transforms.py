@@ -61,11 +61,6 @@ def forward_mode() -> AbstractContextManager[None]:
     return forward_ad._set_fwd_grad_enabled(True)
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Return whether the tensor has numbers; one of FakeTensorMode or on the device meta does not."""
-    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
-
-
 Context = Literal["eager", "torch.func", "torch.export"]
 
 
@@ -96,7 +91,7 @@ def check_values(name: str, tree: Any) -> None:
             "or torch.compile, and torch.onnx.export with dynamo=True"
         )
     tensor = tree if isinstance(tree, Tensor) else next(filter(torch.is_tensor, pytree.tree_leaves(tree)), None)
-    if tensor is not None and not has_values(tensor):
+    if tensor is not None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
         kind = "tensors on the device meta" if tensor.is_meta else "fake tensors (FakeTensorMode)"
         raise ValueError(f"{name} must hold values, which a solve reads, got {kind}")
 

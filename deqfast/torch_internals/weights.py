@@ -196,9 +196,7 @@ def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def shards_weights(cell: Any) -> bool:
     """Return whether modules of the cell are units of FSDP2, whose weights are other tensors in a backward pass."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return (
-        fsdp is not None and isinstance(cell, nn.Module) and any(isinstance(m, fsdp.FSDPModule) for m in cell.modules())
-    )
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules_of(cell))
 
 
 @contextmanager

@@ -47,9 +47,9 @@ def export(plan: Plan, adjoint: Adjoint) -> tuple[Any, Solution]:
 def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solution:
     """Solve in an exported program, by a loop that keeps all samples in the batch.
 
-    The kernel "auto" is torch, so that the program runs without deqfast. If the loop cannot hold f, or if samples have
-    several rows, the program makes all evaluations. An export raises no error if z0 is not finite: its samples end as
-    NONFINITE.
+    The kernel "auto" is torch, so that the program runs without deqfast. If the loop cannot hold f, if samples have
+    several rows, or on the kernels triton and cuda, the program makes all evaluations. An export raises no error if z0
+    is not finite: its samples end as NONFINITE.
 
     Raises:
         ValueError: the solver is in ``REFUSES``, or not one of deqfast's: Python cannot be part of the program.
@@ -76,8 +76,8 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
 
 
 def _warn(error: Exception) -> None:
-    told = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
-    warnings.warn(f"{told}: {reason(error)}", stacklevel=4)
+    what = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
+    warnings.warn(f"{what}: {reason(error)}", stacklevel=4)
 
 
 def _iterate(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Any:

@@ -80,7 +80,7 @@ def test_kernels_get_the_arguments_of_their_step(calls):
         assert tensors and all(value is state[name] for name, value in tensors.items())
         numbers = {name: value for name, value in Recorder.arguments.items() if name[:2] != "p_"}
         expected = {"B": 2, "D": 63, "k": 1, "hold": 0, "last": 0, "tol": 0.25, "absolute": 1, "stall_floor": 0.125}
-        assert numbers == {**expected, "offset": 0.5, "maximum": 0, "damping": 0.75, "BLK": 64}
+        assert numbers == {**expected, "offset": 0.5, "maximum": 0, "damping": 0.75, "ON_CHIP": 1, "BLK": 64}
     assert calls == {"triton": 1, "compiled": 1}
 
 

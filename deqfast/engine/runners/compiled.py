@@ -63,7 +63,7 @@ class Compiled:
                 cannot compile the cell, with the reason.
         """
         packing, solver = Packing(z0), options.solver
-        key = packing.signature_of_sample(), packing.products_eps, solver, options.kernel, options.keeps_inverse
+        key = packing.signature(), packing.products_eps, solver, options.kernel, options.keeps_inverse
         with torch.inference_mode(False), torch.no_grad():
             z = packing.pack(z0)
             if key not in self._loops:

@@ -105,7 +105,8 @@ class Graphs:
         autocast = torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE)
         precision = autocast, packing.products_eps
         solver, kernel = options.solver, options.kernel
-        return cell, str(spec), inputs, packing.signature(), solver, kernel, precision, training, tensors
+        state = packing.batch, packing.signature()
+        return cell, str(spec), inputs, state, solver, kernel, precision, training, tensors
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the graphs, which live on one device in one process, and their lock."""
@@ -161,7 +162,7 @@ class Captured:
             for bounds in chunks[1:]:
                 if_running(self.state.active, functools.partial(chunk, *bounds))
 
-        return capture([everything] if self.whole else [functools.partial(chunk, *one) for one in chunks])
+        return capture([everything] if self.whole else [functools.partial(chunk, *bounds) for bounds in chunks])
 
     def replay(self, x: Any, start: Tensor) -> Solution:
         """Solve from `start` with the values of x."""

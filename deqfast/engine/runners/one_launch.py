@@ -58,7 +58,7 @@ def _in_launches(
     if len(c) > most:
         samples = zip(c.split(most), z0.split(most), strict=True)
         parts = [_in_launches(weight, *part, activation, max_iter, *rule) for part in samples]
-        return [torch.cat(found, dim=int(k == 3)) for k, found in enumerate(zip(*parts, strict=True))]
+        return [torch.cat(results, dim=int(k == 3)) for k, results in enumerate(zip(*parts, strict=True))]
     each = max(MAX_LAUNCH_PRODUCTS // (max(len(c), 8) * of_sample), 1)
     if max_iter <= each:
         return torch.ops.deqfast.fc_fixed_point(weight, c, z0, activation, max_iter, *rule)
@@ -80,7 +80,7 @@ def launch(
         weight, c, z0 = (tensor.detach().contiguous() for tensor in (weight, c, z0))
         run = _in_launches if kernel.name == "cpp" else kernel.op("fc_fixed_point")
         value, status, iterations, residual = run(
-            *(weight, c, z0, ACTIVATIONS.index(activation), solver.max_iter, *solver.rule(stall_floor)),
+            *(weight, c, z0, ACTIVATIONS.index(activation), solver.max_iter, *solver.rule(stall_floor))
         )
         calls = samples = 0
         if len(c):
@@ -94,12 +94,7 @@ def launch(
 
 
 def solve_cell(
-    weight: Tensor,
-    injection: Callable[[], Tensor],
-    activation: str,
-    z0: Any,
-    solver: Solver,
-    kernel: str,
+    weight: Tensor, injection: Callable[[], Tensor], activation: str, z0: Any, solver: Solver, kernel: str
 ) -> Solution | None:
     """Solve a cell act(W z + injection()) in one launch, or return None if only the ordinary loop serves.
 

@@ -99,12 +99,7 @@ def _statistics(*names: str) -> tuple[Result, ...]:
 _op: Any = partial(Op, anchor="y", limits={dim: Range(1) for dim in "CHW"})
 
 register(
-    _op(
-        "norm_act",
-        NormAct,
-        results=(Result("out", DATA, like="y"), *_statistics("mean", "rstd")),
-        triton="norm_act",
-    )
+    _op("norm_act", NormAct, results=(Result("out", DATA, like="y"), *_statistics("mean", "rstd")), triton="norm_act")
 )
 register(
     _op(
@@ -118,10 +113,7 @@ register(
     _op(
         "norm_act_residual",
         NormActResidual,
-        results=(
-            Result("f", ACCUMULATION, like="z"),
-            *_statistics("mean2", "rstd2", "mean3", "rstd3"),
-        ),
+        results=(Result("f", ACCUMULATION, like="z"), *_statistics("mean2", "rstd2", "mean3", "rstd3")),
         triton="norm_act_residual",
     )
 )
