@@ -285,10 +285,11 @@ class TestCalls:
         toy = Toy()
         solver = Anderson(rtol=0, atol=1e-1, max_iter=30, history_size=3)
         block = toy.block(Implicit(), solver)
-        block(toy.x, z0=toy.z0).backward(toy.cotangent)
+        block(toy.x, z0=toy.z0).backward(100 * toy.cotangent)
         backward = block.backward_solution
         assert backward.converged.all() and (backward.residual <= 1e-6).all()
         assert torch.equal(backward.residual, backward.residual_rel)
+        assert_close(backward.residual_abs, backward.residual_rel * backward.value.norm(dim=1), 1e-5)
 
 
 class TestBadSamples:

@@ -897,6 +897,11 @@ class TestTrajectory:
         assert not any(state.requires_grad for state in states)
         assert len({state.data_ptr() for state in states}) == 4  # a caller may work in place on each
 
+    def test_the_last_state_of_a_solve_that_does_not_converge(self):
+        """It is what the cell was given, not the best iterate."""
+        block = deqfast.DEQBlock(lambda z, x: x - 2 * z, deqfast.Picard(max_iter=3), warn=False)
+        assert torch.cat(block.trajectory(torch.ones(1, 1), [1, 2, 3])).flatten().tolist() == [0, 1, -1, 0]
+
     def test_a_sample_that_has_stalled_is_given_as_its_value(self):
         weight, x, slope = torch.randn(64, 64) * 0.7 / 8, torch.randn(4, 64), torch.tensor([0.3, 0.99, 0.99, 0.5])
 

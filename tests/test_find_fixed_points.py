@@ -66,6 +66,9 @@ def test_distance_decides_what_is_one_point():
     starts = grid(1, 21)
     assert len(deqfast.find_fixed_points(cubic, starts).value) == 3
     assert len(deqfast.find_fixed_points(cubic, starts, distance=1.5).value) == 1  # 0 is nearest to all, 1 is not
+    for order in ([[1.0], [0.6]], [[0.6], [1.0]]):  # the longer of two points decides, whichever comes first
+        steps = deqfast.find_fixed_points(lambda z: torch.where(z > 0.8, 1.0, 0.6), torch.tensor(order), distance=0.5)
+        assert steps.starts.tolist() == [2]
 
 
 def test_a_constant_map_has_one_point_without_slope():

@@ -178,6 +178,13 @@ class TestInconsistency:
         assert solution.status.tolist() == [Status.CONVERGED]
         assert_close(z.double() * 1e25, torch.full((1, 3), 1 / 0.9), after_solve(1e-3, 1 / 0.9))
 
+    def test_a_fixed_point_at_zero_within_both_tolerances(self):
+        x = torch.ones(2, 3, requires_grad=True)
+        _, solution = DEQBlock(lambda z, x: 0.5 * z * x, Picard(rtol=1e-3, atol=1e-3), init=torch.ones_like)(
+            x, return_solution=True
+        )
+        assert solution.status.tolist() == [Status.CONVERGED] * 2
+
     def test_dropout_that_no_module_tells_of(self):
         class Cell(nn.Module):
             def forward(self, z, x):

@@ -56,6 +56,16 @@ def test_the_weight_is_that_of_the_paper():
 
 
 @every_splitting
+def test_alpha_is_the_step(splitting):
+    """From zeros it gives relu(alpha c), or V (2 relu(alpha c))."""
+    cell, x = cell_of(splitting, alpha=0.1), inputs()
+    value = cell(torch.zeros(5, 12, dtype=torch.float64), x)
+    if splitting == "peaceman-rachford":
+        value = value @ (EYE + 0.1 * (EYE - cell.weight)).T / 2
+    assert_close(value, torch.relu(0.1 * cell.injection(x)), rounding(torch.float64))
+
+
+@every_splitting
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
 def test_contracts_at_the_documented_rate(splitting, scale):
     cell, margin = cell_of(splitting, scale, margin=0.5), 0.5

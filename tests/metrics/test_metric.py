@@ -187,6 +187,7 @@ WAYS += [
 ]
 
 
+@pytest.mark.covering(2)
 @list_and_streaming
 @pytest.mark.parametrize("way", WAYS)
 def test_however_samples_come_they_give_what_the_function_gives(way, streaming):
