@@ -167,13 +167,11 @@ class DEQBlock(ChecksKeywords, nn.Module):
         return {name: place for name, place in settings.items() if name != "solver"}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        chosen = None
-        if name in ASSIGNED and "options" in self.__dict__:
-            chosen = replace(self.options, **{name: value})
-            value = getattr(chosen, name)
-        super().__setattr__(name, value)  # first, since torch may refuse it
-        if chosen is not None:
-            self._choose(chosen)
+        if name not in ASSIGNED or "options" not in self.__dict__:
+            return super().__setattr__(name, value)
+        chosen = replace(self.options, **{name: value})
+        super().__setattr__(name, getattr(chosen, name))  # first, since torch may refuse it
+        return self._choose(chosen)
 
     def _choose(self, options: BlockOptions) -> None:
         """Take these options, and forget what was compiled for others."""

@@ -73,7 +73,6 @@ class Solve:
         self.packing = Packing(z0, options.groups, options.scale)
         self.kernel = choose_kernel(options.kernel, self.packing.device)
         self.max_iter = self.solver.max_iter if self.packing.batch else 0
-        self.patience = self.solver.patience
         self._init = init_of(options)
         self._rules: dict[Any, StopRule] = {}
 
@@ -96,7 +95,7 @@ class Solve:
                     compaction.take_all()
                 return self.solver.resume(state, k, self.max_iter)
 
-            made = iterate(advance, self.max_iter, watch, self.patience, resume)
+            made = iterate(advance, self.max_iter, watch, self.solver.patience, resume)
             if keep is not None:
                 keep(inverse_of(self.packing, self.solver, state))
             return self.end(state, made, made * self.packing.batch if compaction is None else compaction.samples)
