@@ -240,7 +240,7 @@ class TestGradients:
         cell.linear.register_forward_hook(lambda module, given, value: 0.2 * value)
         ordinary = DEQBlock(cell, SOLVER, "implicit")
         assert_close(gradients(block, x), gradients(ordinary, x), allowed(cell, x))
-        assert block.linearised._found.product is None
+        assert block.linearised._current.product is None
 
     def test_numerically_and_twice(self):
         block = DEQBlock(Linear().double(), Broyden(1e-10, 60), Implicit(Broyden(1e-10, 60)), compile=True)

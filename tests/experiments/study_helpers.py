@@ -61,7 +61,8 @@ def environment() -> dict[str, str]:
     """Environment of a user on a machine without GPU and network, with the studies and these helpers importable."""
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") | {"OMP_NUM_THREADS": "1"}
-    found["PYTHONPATH"] = os.pathsep.join(map(str, (EXPERIMENTS, HERE, Path(deqfast.__file__).parents[1])))
+    folders = EXPERIMENTS, EXPERIMENTS.with_name("benchmarks"), HERE, Path(deqfast.__file__).parents[1]
+    found["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     return found
 
 
