@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import deqfast
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from correctness import after_solve, assert_close  # noqa: E402
+from correctness import after_solve, assert_close  # noqa: E402  (after the path above)
 
 TOLERANCE = 1e-6  # of the solve, and of the backward solve
 

@@ -14,8 +14,9 @@ import torch
 from correctness import ITERATES, PROBLEMS, FixedPoint, after_solve, assert_close, linear, rounding, tanh
 from solutions import SOLVERS, Recorder, assert_solves
 
-from deqfast import Anderson, Broyden, Picard, solve
+from deqfast import Anderson, Broyden, Picard, Solver, solve
 from deqfast.ops import choose_kernel
+from deqfast.solvers.base import State
 
 every_solver = pytest.mark.parametrize("name", SOLVERS)
 multisecant = pytest.mark.parametrize("name", [name for name in SOLVERS if name != "picard"])
@@ -281,3 +282,14 @@ def test_numbers_of_numpy_are_python_numbers():
     given = Anderson(rtol=np.float32(0.25), max_iter=np.int64(7))
     assert given == Anderson(rtol=0.25, max_iter=7) and type(given.rtol) is float and type(given.max_iter) is int
     assert solve(torch.cos, torch.zeros(1, 2), given).converged.all()
+
+
+def test_a_solver_of_your_own_says_what_it_lacks():
+    class Own(Solver):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Own must define init\(z, kernel\)"):
+        solve(torch.cos, torch.zeros(2, 3), Own())
+    Own.init = lambda self, z, kernel: State.start(z, kernel)
+    with pytest.raises(NotImplementedError, match="Own must define advance.+, or operation"):
+        solve(torch.cos, torch.zeros(2, 3), Own())

@@ -134,20 +134,21 @@ class DEQBlock(ChecksKeywords, nn.Module):
         super().__init__()
         check_cell(cell)
         self.cell = cell
-        options = BlockOptions(
-            solver=solver,  # type: ignore[arg-type]  # the record takes names too
-            adjoint=adjoint,  # type: ignore[arg-type]
-            init=init,
-            groups=groups,
-            scale=scale,
-            eval_solver=eval_solver,  # type: ignore[arg-type]
-            stop_fn=stop_fn,
-            kernel=kernel,
-            drop_converged=drop_converged,
-            cuda_graph=cuda_graph,
-            compile=compile,
-            trace=trace,
-        )
+        given: dict[str, Any] = {
+            "solver": solver,
+            "adjoint": adjoint,
+            "init": init,
+            "groups": groups,
+            "scale": scale,
+            "eval_solver": eval_solver,
+            "stop_fn": stop_fn,
+            "kernel": kernel,
+            "drop_converged": drop_converged,
+            "cuda_graph": cuda_graph,
+            "compile": compile,
+            "trace": trace,
+        }
+        options = BlockOptions(**given)  # which converts names
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None

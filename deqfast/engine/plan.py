@@ -42,7 +42,7 @@ class Plan:
         advances: the returned value is not z* but the result of the gradient's own calls of the cell.
     """
 
-    cell: Callable[[Any, Any], Any]
+    cell: Any
     x: Any
     z0: Any
     options: Options
@@ -133,7 +133,7 @@ def in_loop(plan: Plan) -> Solution:
 def _by_cell(plan: Plan) -> Solution:
     """Call the cell's own ``fixed_point``; if it returns None, run graphs, compiled code or the loop."""
     with torch.no_grad():
-        solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.options.kernel)  # type: ignore[attr-defined]  # a hook
+        solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.options.kernel)
     if solution is None:
         return _by_solver(plan)
     # A copy, because the cell may return the same Solution again; its tree may be in another order of keys than z0's.

@@ -276,7 +276,7 @@ class Adjoint(ChecksKeywords):
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         """``solution.value`` with its gradient, and the solution as the gradient's evaluation confirms it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define differentiate(plan, solution)")
 
     def derivative(self, plan: Plan) -> Derivative:
         """Derivative of the value under torch.func and in forward-mode AD; raises unless a subclass defines it."""

@@ -178,7 +178,7 @@ class Solver(ChecksKeywords):
 
     def init(self, z: Tensor, kernel: Kernel) -> State:
         """State of a solve from `z` (B, D), which the state owns from now on."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define init(z, kernel), as State.start(z, kernel)")
 
     def wrap(self, f: Callable[..., Any], packing: Packing, state: State) -> Callable[..., Any]:
         """Return what the loop calls in place of f, as f(z), or as f(z, rows) with `drop_converged`."""
@@ -209,7 +209,7 @@ class Solver(ChecksKeywords):
 
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
         """Name of the step op, its tensors after the monitor's, and its numbers after the rule's."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define advance(state, fz, k, last), or operation(state)")
 
     def rule(self, stall_floor: float = 0.0) -> StopRule:
         """Return the numbers by which every step op judges its samples; stall_floor: see ``StopRule``."""

@@ -71,8 +71,7 @@ def present_context() -> Context:
     """
     if is_exporting():
         return "torch.export"
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # type: ignore[attr-defined]
-    return "torch.func" if transformed else "eager"
+    return "torch.func" if in_torch_func() or forward_ad._current_level >= 0 else "eager"
 
 
 def check_values(name: str, tree: Any) -> None:
