@@ -13,6 +13,7 @@ from ..engine.solve import Options, Solve
 from ..solution import Solution
 from ..solvers import Solver, as_solver
 from ..state.groups import Groups
+from ..torch_internals.ranks import as_ranks
 from ..torch_internals.transforms import check_plain, check_values, present_context
 from ..transforms.export import solve_in_export
 from .refusals import REFUSED, check_together
@@ -29,6 +30,7 @@ def solve(
     stop_fn: StopFn | None = None,
     drop_converged: bool = False,
     trace: bool = False,
+    lockstep: Any = None,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -58,6 +60,8 @@ def solve(
         drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
             called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.
+        lockstep: a process group of torch.distributed whose processes end the solve together, because f calls
+            collectives. See the page More than one process.
 
     Returns:
         Solution, whose `value` has the structure, dtypes and memory order of z0.
@@ -89,11 +93,12 @@ def solve(
         stop_fn=stop_fn,
         drop_converged=drop_converged,
         trace=trace,
+        lockstep=as_ranks("lockstep", lockstep),
     )
     context = present_context()
     if context == "torch.export":
         options_given = ["stop_fn"] * (stop_fn is not None) + ["trace of a Solution"] * trace
-        check_served(context, REFUSED[context], options_given)
+        check_served(context, REFUSED[context], options_given + ["lockstep"] * (lockstep is not None))
         return solve_in_export(f, z0, options)
     if context == "torch.func":
         check_plain("solve", z0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from ..solution import Solution, Status
 from ..solvers import Solver
 from ..state.groups import Groups
-from ..state.rows import dropped_samples, per_row, take_rows, without_broken
+from ..state.rows import dropped_samples, has_candidates, per_row, take_rows, without_broken
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of
+from ..torch_internals.ranks import InStep
 from ..torch_internals.transforms import Context
 from .runners.compiled import Compiled
 from .runners.cuda_graph import Graphs
@@ -84,9 +86,13 @@ class Plan:
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
         """(z*, x, broken), see ``rows.without_broken``."""
-        if not solution.may_include(Status.NONFINITE):
+        ranks = None
+        if self.options.lockstep is not None and has_candidates(self.x, self.per_sample):  # which ranks try together
+            ranks = InStep(self.options.lockstep, solution.status.device)
+        elif not solution.may_include(Status.NONFINITE):
             return solution.value, self.x, None
-        return without_broken(self.cell, self.x, solution, self.options.groups, self.per_sample)
+        with ranks or nullcontext():
+            return without_broken(self.cell, self.x, solution, self.options.groups, self.per_sample, ranks)
 
     def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:
         """Value that gets the gradient: z*, or `outputs` in all rows that did not break down."""
@@ -105,7 +111,7 @@ def run(plan: Plan) -> Solution:
     ``api.refusals.REFUSED`` says what each runner refuses.
     """
     options = plan.options
-    in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
+    in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse or options.lockstep is not None
     if hasattr(plan.cell, "fixed_point") and not in_steps and options.groups is None and options.scale is None:
         return _by_cell(plan)
     return _by_solver(plan)

@@ -22,7 +22,8 @@ from ..solvers.multisecant import Multisecant
 from ..state.floors import PRECISIONS
 from ..state.packing import Packing
 from ..torch_internals import pytree
-from .loop import Compaction, StopFn, iterate, recording, stopping, watch_of, whole
+from ..torch_internals.ranks import InStep, Ranks
+from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, watch_of, whole
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
@@ -34,6 +35,7 @@ class Options:
     """What a solve is asked for, apart from f and z0; see ``deqfast.solve``. A key by identity.
 
     keeps_inverse: keep the history of Anderson or Broyden, for the estimate of the inverse.
+    lockstep: processes that end the solve together.
     """
 
     solver: Solver
@@ -43,6 +45,7 @@ class Options:
     stop_fn: StopFn | None = None
     drop_converged: bool = False
     trace: bool = False
+    lockstep: Ranks | None = None
     keeps_inverse: bool = False
     _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
 
@@ -54,7 +57,7 @@ class Options:
     def linear(self, solver: Solver) -> tuple[Options, Options]:
         """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale."""
         if solver not in self._linear:
-            options = Options(solver=solver, kernel=self.kernel, groups=self.groups, scale=self.scale)
+            options = replace(self, solver=solver, stop_fn=None, drop_converged=False, trace=False, keeps_inverse=False)
             inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
             self._linear[solver] = options, replace(options, scale=inverse)
         return self._linear[solver]
@@ -72,7 +75,8 @@ class Solve:
         self.options, self.solver = options, options.solver
         self.packing = Packing(z0, options.groups, options.scale)
         self.kernel = choose_kernel(options.kernel, self.packing.device)
-        self.max_iter = self.solver.max_iter if self.packing.batch else 0
+        evaluates = self.packing.batch or options.lockstep is not None  # as often as the others
+        self.max_iter = self.solver.max_iter if evaluates else 0
         self._init = init_of(options)
         self._rules: dict[Any, StopRule] = {}
 
@@ -82,9 +86,11 @@ class Solve:
         is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
         inverse.
         """
-        with torch.no_grad():
+        together = self.options.lockstep
+        with torch.no_grad(), InStep(together, self.packing.device) if together else nullcontext() as ranks:
             state = self.begin(z0, is_fresh)
-            watch, f = watch_of(state.active), self.solver.wrap(f, self.packing, state)
+            watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
+            f = self.solver.wrap(f, self.packing, state)
             compaction = None
             if self.options.drop_converged:
                 compaction = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)

@@ -1,0 +1,319 @@
+"""Solves on several processes: cells whose weights are sharded, errors of one of them, and no hang."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from correctness import assert_close
+from test_docs import ROOT, python_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from deqfast import SHINE, Anderson, Auto, Broyden, DEQBlock, FCCell, Neumann, Picard, Reversible, Unrolled, solve
+from deqfast.gradients import Adjoint
+from deqfast.solution import Solution
+from deqfast.solvers import Solver
+
+LIMIT, GROUP_LIMIT = 60, 30  # seconds for all processes of a test, and for one of their collectives
+D = 8
+PAGE = ROOT / "docs" / "pages" / "processes.md"
+
+
+def in_processes(work: Callable[..., None], count: int, *arguments: Any) -> None:
+    """Run work(rank, count, *arguments) in processes of their own; a failure if they have not ended in time."""
+    context = mp.spawn(work, (count, *arguments), nprocs=count, join=False)
+    until = time.monotonic() + LIMIT
+    while not context.join(timeout=1):
+        if time.monotonic() > until:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"the processes had not ended after {LIMIT} seconds")
+
+
+def join(rank: int, count: int, path: str) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=GROUP_LIMIT)
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=count, timeout=limit)
+
+
+class Cell(nn.Module):
+    """tanh(W z) + x, or with a table in x; NaN for a large x."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        for layer in (self.up, self.down):
+            nn.init.orthogonal_(layer.weight)
+        self.gain, self.calls, self.at_call = gain, 0, lambda number: None
+
+    def initial_state(self, x: Any) -> Tensor:
+        return torch.zeros_like(x[0] if isinstance(x, tuple) else x)
+
+    def forward(self, z: Tensor, x: Any) -> Tensor:
+        self.calls += 1
+        self.at_call(self.calls)
+        x, table = x if isinstance(x, tuple) else (x, torch.zeros(()))
+        x = torch.where(x.detach().abs().amax(dim=1, keepdim=True) > 40, torch.nan, x)
+        return torch.tanh(self.gain * self.down(self.up(z))) + x + table.mean()
+
+
+class Model(nn.Module):
+    """Layers around a block; it returns the Solution too."""
+
+    def __init__(self, block: DEQBlock) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, D), block, nn.Linear(D, 1)
+
+    def forward(self, x: Tensor, *more: Tensor) -> tuple[Tensor, Solution]:
+        z, solution = self.block((self.first(x), *more) if more else self.first(x), return_solution=True)
+        return self.last(z), solution
+
+
+@dataclass
+class Case:
+    """A block that processes train together: the samples of each of them, and the numbers of steps."""
+
+    adjoint: str | Adjoint = "jfb"
+    solver: Solver = Anderson(1e-9, 60)
+    shares: tuple[int, ...] = (5, 3)
+    drop_converged: bool = False
+    dtype: torch.dtype = torch.float64
+    steps: int = 3
+    gain: float = 1.0
+    broken: int | None = None  # a sample for which the cell is not finite
+    table: bool = False
+
+    def model(self) -> Model:
+        torch.default_generator.manual_seed(0)  # the same in all processes
+        cell, options = Cell(self.gain), {"drop_converged": self.drop_converged, "warn": False}
+        return Model(DEQBlock(cell, self.solver, self.adjoint, **options)).to(self.dtype)
+
+    def data(self) -> Tensor:
+        x = torch.randn(sum(self.shares), 4, dtype=self.dtype, generator=torch.Generator().manual_seed(1))
+        x *= torch.linspace(0.1, 6, len(x), dtype=self.dtype)[:, None]  # which differ in difficulty
+        if self.broken is not None:
+            x[self.broken] = 100
+        return x
+
+    def train(self, model: Model, x: Tensor, loss_of: Callable[[Tensor], Tensor]) -> list[Any]:
+        """Loss, statuses, iterations, calls of the cell and gradients of each step."""
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.002), []
+        table = [torch.ones(self.shares[0], 2, dtype=self.dtype)] * self.table  # as many rows as a rank has samples
+        for _ in range(self.steps):
+            model.block.cell.calls = 0
+            y, solution = model(x, *table)
+            loss = loss_of(y[solution.residual_abs.isfinite()])
+            loss.backward()
+            grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
+            seen.append((loss.detach(), solution.status, solution.iterations, model.block.cell.calls, grads))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+
+@pytest.fixture
+def alone():
+    """Process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", Unrolled(5), Reversible(5)], ids=repr)
+@pytest.mark.parametrize("solver", [Anderson(1e-6, 40), Auto(1e-6), Picard(1e-6, 40)], ids=repr)
+def test_a_group_of_one_changes_no_bit(alone, solver, adjoint):
+    cell, x = FCCell(4, D), torch.randn(3, 4)
+    of_one, usual = (
+        DEQBlock(cell, solver, adjoint, warn=False, **more)(x, return_solution=True)
+        for more in ({"lockstep": alone}, {})
+    )
+    if not isinstance(solver, Picard):  # which FCCell solves in one launch
+        assert torch.equal(of_one[0], usual[0]) and of_one[1].evaluations == usual[1].evaluations
+    assert_close(of_one[0], usual[0], 1e-5)
+
+
+def test_an_empty_batch_is_evaluated_as_often_as_others(alone):
+    calls = []
+    block = DEQBlock(lambda z, x: calls.append(z) or x, lockstep=alone)
+    assert block(torch.ones(0, D)).shape == (0, D) and len(calls) == 2  # of the solve and the gradient
+
+
+def test_copies_share_the_group(alone):
+    block = DEQBlock(Cell(), lockstep=alone)
+    assert copy.deepcopy(block).lockstep.groups == (alone,) and solve(torch.cos, torch.ones(1, 2), lockstep=alone)
+
+
+def test_a_group_is_one_of_torch():
+    with pytest.raises(TypeError, match="lockstep must be a process group, such as .*, got 2"):
+        solve(torch.cos, torch.ones(1, 2), lockstep=2)
+
+
+CASES = {
+    "jfb": Case(steps=20),
+    "implicit": Case("implicit", Broyden(1e-9, 60), steps=20),
+    "float32": Case("implicit", Anderson(1e-5, 40), dtype=torch.float32, steps=1),
+    "neumann": Case(Neumann(3), drop_converged=True),
+    "phantom": Case("phantom", Picard(1e-9, 60)),
+    "shine": Case(SHINE()),
+    "unrolled": Case(Unrolled(20)),
+    "checkpoint": Case(Unrolled(20, checkpoint=True)),
+    "auto": Case("implicit", Auto(1e-8, 150), gain=20.0, steps=1),  # one rank needs a second stage
+    "empty": Case("implicit", shares=(8, 0)),
+    "empty-unrolled": Case(Unrolled(20), shares=(0, 8)),
+    "empty-auto": Case("jfb", Auto(1e-8, 150), shares=(8, 0), gain=20.0, steps=1),
+    "broken": Case("implicit", broken=6),
+    "broken-table": Case("jfb", broken=6, table=True),
+    "broken-unrolled": Case(Unrolled(20), broken=6, table=True),
+}
+
+
+def sharded(model: Model, mesh: DeviceMesh) -> Model:
+    """The usual recipe: the repeated part is a unit, then the whole is."""
+    fully_shard(model.block.cell, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train_together(rank: int, count: int, path: str, names: list[str], shape: tuple[int, ...]) -> None:
+    join(rank, count, path)
+    mesh = init_device_mesh("cpu", shape)
+    for name in names:
+        case = CASES[name]
+        x = case.data().split(case.shares)[rank]
+        whole = sum(case.shares) - (case.broken is not None)
+        model = case.model()  # FSDP divides gradients by the number of processes
+        seen = case.train(sharded(model, mesh), x, lambda y, whole=whole: y.square().sum() * count / whole)
+        torch.save(seen, f"{path}/{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def check_as_one_process(path: str, name: str, count: int) -> None:
+    case = CASES[name]
+    expected = case.train(case.model(), case.data(), lambda y: y.square().mean())
+    tolerance = 1e-4 if case.dtype == torch.float32 else 1e-6
+    ranks = [torch.load(f"{path}/{name}-{rank}.pt") for rank in range(count)]
+    for (loss, status, iterations, _, grads), *step in zip(expected, *ranks, strict=True):
+        losses, statuses, numbers, calls, gradients = zip(*step, strict=True)
+        assert len(set(calls)) == 1
+        assert_close(sum(losses) / count, loss, tolerance)
+        if case.steps < 20:  # small differences of weights may move an iteration
+            assert torch.equal(torch.cat(statuses), status) and torch.equal(torch.cat(numbers), iterations)
+        for of_rank in gradients:
+            assert_close(of_rank, grads, tolerance)
+
+
+@pytest.mark.tier("full")
+def test_the_usual_recipe_trains_as_one_process(tmp_path):
+    in_processes(train_together, 2, str(tmp_path), list(CASES), (2,))
+    for name in CASES:
+        check_as_one_process(tmp_path, name, 2)
+
+
+ON_FOUR = {
+    "hsdp": Case(shares=(4, 1, 2, 1), steps=20),
+    "tensor": Case("implicit", shares=(5, 3), steps=1),
+}
+
+
+def train_on_four(rank: int, count: int, path: str) -> None:
+    join(rank, count, path)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    for name, case in ON_FOUR.items():
+        model, parts = case.model(), case.data().split(case.shares)
+        if name == "tensor":  # within a pair of ranks, and FSDP2 over the pairs
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model.block.cell, mesh["inner"], plan)
+        sharded(model, mesh["outer"] if name == "tensor" else mesh)
+        x = parts[rank * len(parts) // count]
+        factor = len(parts) / sum(case.shares)
+        seen = case.train(model, x, lambda y, factor=factor: y.square().sum() * factor)
+        torch.save(seen, f"{path}/{name}-{rank if len(parts) == count else rank // 2}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.tier("full")
+def test_two_dimensions_train_as_one_process(tmp_path, monkeypatch):
+    in_processes(train_on_four, 4, str(tmp_path))
+    for name, case in ON_FOUR.items():
+        monkeypatch.setitem(CASES, name, case)
+        check_as_one_process(tmp_path, name, len(case.shares))
+
+
+def raising(at: int, error: BaseException) -> Callable[[int], None]:
+    def at_call(number: int) -> None:
+        if number == at:
+            raise error
+
+    return at_call
+
+
+def fail_on_one(rank: int, count: int, path: str) -> None:
+    join(rank, count, path)
+    mesh, own, of_other = init_device_mesh("cpu", (count,)), "raised here", "rank 1 has raised an error"
+    expected = pytest.raises(ValueError, match=own) if rank else pytest.raises(RuntimeError, match=of_other)
+    for at in (1, 4, 20):  # the first, another and the last evaluation
+        model = Case(solver=Picard(1e-30, 20)).model()
+        if rank:
+            model.block.cell.at_call = raising(at, ValueError(own))
+        with expected:
+            sharded(model, mesh)(torch.ones(3, 4, dtype=torch.float64))
+        assert model.block.cell.calls == at
+    for adjoint in ("jfb", Unrolled(5)):
+        start = torch.full((2, D), torch.nan if rank else 0.0)
+        block = DEQBlock(Cell(), Picard(1e-30, 20), adjoint, lockstep=dist.group.WORLD)
+        error = (ValueError, "z0 must be finite") if rank else (RuntimeError, of_other)
+        with pytest.raises(error[0], match=error[1]):
+            block(torch.ones(2, D), z0=start)
+    products = []
+
+    def f(z: Tensor) -> Tensor:  # a function whose collectives are its own affair
+        products.append(z)
+        dist.all_reduce(part := z @ torch.ones(D, D) / D**2)
+        return 0.4 * part + torch.arange(1, 3)[:, None] * (1 - rank)
+
+    ended = solve(f, torch.zeros(2, D), Picard(1e-5, 40), lockstep=dist.group.WORLD)
+    assert len(products) == ended.evaluations and ended.converged.all()
+    interrupt_all(rank)
+    dist.destroy_process_group()
+
+
+def interrupt_all(rank: int) -> None:
+    """Ctrl-C reaches one process in its cell, and another one while it waits for the first."""
+    block = DEQBlock(Cell(), Picard(1e-30, 20), lockstep=dist.group.WORLD, warn=False)
+    if not rank:
+        block.cell.at_call = lambda number: time.sleep(5 * (number == 5))
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        block(torch.ones(2, D))
+        time.sleep(5)  # the signal may come after the error
+    assert block.cell.calls == 5
+
+
+def run_page(rank: int, count: int, path: str) -> None:
+    torch.set_num_threads(1)
+    for number, block in enumerate(python_of(PAGE)):
+        call = f'init_process_group("gloo", init_method="file://{path}/{number}", rank={rank}, world_size={count})'
+        exec(block.text.replace('init_process_group("gloo")', call), {"__name__": "__main__"})
+
+
+@pytest.mark.tier("full")
+def test_the_recipes_of_the_page_run(tmp_path):
+    in_processes(run_page, 2, str(tmp_path))
+
+
+@pytest.mark.tier("full")
+def test_an_error_of_one_process_ends_all(tmp_path):
+    in_processes(fail_on_one, 2, str(tmp_path))
