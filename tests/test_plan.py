@@ -27,6 +27,7 @@ OPTIONS = {
     "Unrolled": {"adjoint": "unrolled"},
     "Reversible": {"adjoint": "reversible"},
     "lockstep": {"lockstep": Ranks(())},
+    "state_group": {"state_group": Ranks(())},
 }
 WAYS = {
     "torch.func": lambda call, x: torch.func.vmap(call)(x[:, None]),
@@ -121,10 +122,11 @@ def test_the_table_is_whole():
         "compile": 9,
         "SHINE": 1,
         "drop_converged": 1,
+        "state_group": 8,
         "Unrolled": 6,
         "Reversible": 6,
         "trajectory": 6,
-        "torch.func": 8,
-        "torch.export": 6,
+        "torch.func": 9,
+        "torch.export": 7,
         "torch.compile": 2,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,21 +35,23 @@ D = 8
 PAGE = ROOT / "docs" / "pages" / "processes.md"
 
 
-def in_processes(work: Callable[..., None], count: int, *arguments: Any) -> None:
-    """Run work(rank, count, *arguments) in processes of their own; a failure if they have not ended in time."""
-    context = mp.spawn(work, (count, *arguments), nprocs=count, join=False)
-    until = time.monotonic() + LIMIT
+def in_processes(work: Callable[..., None], count: int, path: Path, *arguments: Any) -> None:
+    """Run work(rank, count, path, ...) in processes of their own; a failure if they take too long after their start."""
+    context, until = mp.spawn(work, (count, path, *arguments), nprocs=count, join=False), math.inf
     while not context.join(timeout=1):
+        if until == math.inf and all((path / f"rank-{rank}").exists() for rank in range(count)):
+            until = time.monotonic() + LIMIT
         if time.monotonic() > until:
             for process in context.processes:
                 process.kill()
             pytest.fail(f"the processes had not ended after {LIMIT} seconds")
 
 
-def join(rank: int, count: int, path: str) -> None:
+def join(rank: int, count: int, path: Path) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=GROUP_LIMIT)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=count, timeout=limit)
+    (path / f"rank-{rank}").touch()
 
 
 class Cell(nn.Module):
@@ -187,7 +191,7 @@ def sharded(model: Model, mesh: DeviceMesh) -> Model:
     return fully_shard(model, mesh=mesh)
 
 
-def train_together(rank: int, count: int, path: str, names: list[str], shape: tuple[int, ...]) -> None:
+def train_together(rank: int, count: int, path: Path, names: list[str], shape: tuple[int, ...]) -> None:
     join(rank, count, path)
     mesh = init_device_mesh("cpu", shape)
     for name in names:
@@ -200,7 +204,7 @@ def train_together(rank: int, count: int, path: str, names: list[str], shape: tu
     dist.destroy_process_group()
 
 
-def check_as_one_process(path: str, name: str, count: int) -> None:
+def check_as_one_process(path: Path, name: str, count: int) -> None:
     case = CASES[name]
     expected = case.train(case.model(), case.data(), lambda y: y.square().mean())
     tolerance = 1e-4 if case.dtype == torch.float32 else 1e-6
@@ -217,7 +221,7 @@ def check_as_one_process(path: str, name: str, count: int) -> None:
 
 @pytest.mark.tier("full")
 def test_the_usual_recipe_trains_as_one_process(tmp_path):
-    in_processes(train_together, 2, str(tmp_path), list(CASES), (2,))
+    in_processes(train_together, 2, tmp_path, list(CASES), (2,))
     for name in CASES:
         check_as_one_process(tmp_path, name, 2)
 
@@ -228,7 +232,7 @@ ON_FOUR = {
 }
 
 
-def train_on_four(rank: int, count: int, path: str) -> None:
+def train_on_four(rank: int, count: int, path: Path) -> None:
     join(rank, count, path)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     for name, case in ON_FOUR.items():
@@ -246,7 +250,7 @@ def train_on_four(rank: int, count: int, path: str) -> None:
 
 @pytest.mark.tier("full")
 def test_two_dimensions_train_as_one_process(tmp_path, monkeypatch):
-    in_processes(train_on_four, 4, str(tmp_path))
+    in_processes(train_on_four, 4, tmp_path)
     for name, case in ON_FOUR.items():
         monkeypatch.setitem(CASES, name, case)
         check_as_one_process(tmp_path, name, len(case.shares))
@@ -260,7 +264,7 @@ def raising(at: int, error: BaseException) -> Callable[[int], None]:
     return at_call
 
 
-def fail_on_one(rank: int, count: int, path: str) -> None:
+def fail_on_one(rank: int, count: int, path: Path) -> None:
     join(rank, count, path)
     mesh, own, of_other = init_device_mesh("cpu", (count,)), "raised here", "rank 1 has raised an error"
     expected = pytest.raises(ValueError, match=own) if rank else pytest.raises(RuntimeError, match=of_other)
@@ -302,8 +306,9 @@ def interrupt_all(rank: int) -> None:
     assert block.cell.calls == 5
 
 
-def run_page(rank: int, count: int, path: str) -> None:
+def run_page(rank: int, count: int, path: Path) -> None:
     torch.set_num_threads(1)
+    (path / f"rank-{rank}").touch()
     for number, block in enumerate(python_of(PAGE)):
         call = f'init_process_group("gloo", init_method="file://{path}/{number}", rank={rank}, world_size={count})'
         exec(block.text.replace('init_process_group("gloo")', call), {"__name__": "__main__"})
@@ -311,9 +316,117 @@ def run_page(rank: int, count: int, path: str) -> None:
 
 @pytest.mark.tier("full")
 def test_the_recipes_of_the_page_run(tmp_path):
-    in_processes(run_page, 2, str(tmp_path))
+    in_processes(run_page, 2, tmp_path)
 
 
 @pytest.mark.tier("full")
 def test_an_error_of_one_process_ends_all(tmp_path):
-    in_processes(fail_on_one, 2, str(tmp_path))
+    in_processes(fail_on_one, 2, tmp_path)
+
+
+# --- samples that are spread over processes
+
+POSITIONS, WIDTH = 8, 16
+
+
+class Gathered(torch.autograd.Function):
+    """All shards of a tensor, in `dim`; its gradient is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, dim: int) -> Tensor:
+        ctx.dim, shards = dim, [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, shard.contiguous())
+        return torch.cat(shards, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        dist.all_reduce(grad := grad.contiguous().clone())
+        return grad.chunk(dist.get_world_size(), ctx.dim)[dist.get_rank()], None
+
+
+class Mixing(nn.Module):
+    """A cell that mixes positions and features, z (B, POSITIONS, WIDTH); with `dim`, for shards of this dimension."""
+
+    def __init__(self, gain: float, dim: int | None) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        square = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=g, dtype=torch.float64))[0]
+        mixed = torch.softmax(torch.randn(POSITIONS, POSITIONS, generator=g, dtype=torch.float64), -1)
+        self.square, self.mixed, self.dim = nn.Parameter(gain * square), nn.Parameter(mixed), dim
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        whole = z if self.dim is None else Gathered.apply(z, self.dim)
+        value = torch.tanh(torch.einsum("st,btd->bsd", self.mixed, whole) @ self.square + 0.3 * whole.roll(1, 2))
+        return (value if self.dim is None else shard(value, self.dim)) + x
+
+
+def shard(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+SPREAD = {
+    "picard": (1, 0.5, Picard(1e-5, 80), "jfb"),
+    "anderson": (1, 0.9, Anderson(1e-5, 40), "implicit"),
+    "anderson-I": (2, 0.9, Anderson(1e-5, 40, kind="I", relaxation=0.7), Neumann(4)),
+    "broyden": (2, 0.9, Broyden(1e-3, 60), SHINE()),  # a small tolerance would magnify the rounding of its history
+    "broyden-8": (1, 1.2, Broyden(1e-5, 60, history_size=8), "implicit"),
+    "broyden-bad": (2, 0.9, Broyden(1e-5, 60, kind="bad"), "phantom"),
+    "short": (1, 0.9, Anderson(1e-3, 40, history_size=4, norm="max"), SHINE()),
+    "auto": (2, 3.0, Auto(1e-5, 120), "jfb"),
+    "broken": (1, 0.9, Anderson(1e-5, 40), "jfb"),
+}
+
+
+class Reductions:
+    """Count of the reductions of this process."""
+
+    def __init__(self) -> None:
+        self.count, self.all_reduce = 0, dist.all_reduce
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        self.count += 1
+        return self.all_reduce(*given, **more)
+
+
+def solved(block: DEQBlock, x: Tensor, gathered: Callable[[Tensor], Tensor]) -> tuple[Solution, list[Any], list[Any]]:
+    """Solution, statuses and iterations of both solves, and value and gradients of the whole samples."""
+    x = x.clone().requires_grad_()
+    z, solution = block(x, return_solution=True)
+    z.nan_to_num().square().sum().backward()
+    exact = [each.status for each in (solution, block.backward_solution) if each is not None]
+    exact += [each.iterations for each in (solution, block.backward_solution) if each is not None]
+    return solution, exact, [gathered(z.detach()), gathered(x.grad), *(p.grad for p in block.parameters())]
+
+
+def spread(rank: int, count: int, path: Path, names: list[str]) -> None:
+    join(rank, count, path)
+    dist.all_reduce = reductions = Reductions()
+    for name in names:
+        dim, gain, solver, adjoint = SPREAD[name]
+        x = torch.randn(6, POSITIONS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        x *= torch.linspace(0.1, 4, 6, dtype=torch.float64)[:, None, None]
+        if name == "broken":
+            x[2, 0, 0] = torch.nan
+        whole = DEQBlock(Mixing(gain, None), solver, adjoint, kernel="torch", warn=False)
+        parts = DEQBlock(Mixing(gain, dim), solver, adjoint, state_group=dist.group.WORLD, warn=False)
+        _, exact, (value, *grads) = solved(whole, x, lambda t: t)
+        with torch.no_grad():
+            before = reductions.count
+            evaluations = parts(shard(x, dim), return_solution=True)[1].evaluations
+            made = reductions.count - before
+        assert name in ("auto", "broken") or made == evaluations * (1 + (solver.norm == "max")) - (solver.norm == "max")
+        _, exact_of_parts, (value_of_parts, *grads_of_parts) = solved(
+            parts, shard(x, dim), lambda t, dim=dim: Gathered.apply(t, dim)
+        )
+        for weight in grads_of_parts[1:]:
+            dist.all_reduce(weight)
+        assert all(map(torch.equal, exact_of_parts, exact)), name
+        assert_close(value_of_parts, value, 1e-14, name)
+        assert_close(grads_of_parts, grads, 1e-12, name)
+    dist.destroy_process_group()
+
+
+@pytest.mark.tier("full")
+@pytest.mark.parametrize(("count", "names"), [(2, [*SPREAD]), (4, ["anderson", "broyden-8"])])
+def test_a_sample_that_is_spread_has_one_status(tmp_path, count, names):
+    in_processes(spread, count, tmp_path, names)

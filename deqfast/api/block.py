@@ -77,6 +77,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
         trace: record the residual of each sample's best iterate so far, after every evaluation, in ``Solution.trace``.
         lockstep: a process group of torch.distributed whose processes end each solve together, because the cell calls
             collectives. A cell whose parameters are DTensors needs none, see the page More than one process.
+        state_group: a process group whose processes have parts of each sample, such as shards of its features or
+            positions: all tensors of z and their gradients are the local shards, with all samples. Norms, products and
+            statuses are those of whole samples. For Picard, Anderson, Broyden and Auto on kernel "torch".
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
             and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
             warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
@@ -84,8 +87,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
 
     Attributes:
-        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace, lockstep: as
-            above, with objects instead of names. Assignments are checked like arguments.
+        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace, lockstep,
+            state_group: as above, with objects instead of names. Assignments are checked like arguments.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
@@ -113,6 +116,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
     groups: Groups | Tensor | str | None
     trace: bool
     lockstep: Any
+    state_group: Any
     backward_solution: Solution | None
     _of_mode: dict[Any, Options]
     _solves: Solves
@@ -135,6 +139,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         compile: bool | str = False,
         trace: bool = False,
         lockstep: Any = None,
+        state_group: Any = None,
         warn: bool = True,
     ):
         super().__init__()
@@ -154,6 +159,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             "compile": compile,
             "trace": trace,
             "lockstep": lockstep,
+            "state_group": state_group,
         }
         options = BlockOptions(**given)  # which converts names
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None

@@ -43,6 +43,7 @@ class BlockOptions:
     compile: bool | str
     trace: bool
     lockstep: Any
+    state_group: Any
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "solver", as_solver(self.solver))
@@ -54,7 +55,8 @@ class BlockOptions:
         for name in ("init", "stop_fn"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
-        object.__setattr__(self, "lockstep", as_ranks("lockstep", self.lockstep))
+        for name in ("lockstep", "state_group"):
+            object.__setattr__(self, name, as_ranks(name, getattr(self, name)))
         check_together(self.given())
         if self.compile:
             check_solver(self.solver)
@@ -64,8 +66,7 @@ class BlockOptions:
 
     def given(self) -> list[Option]:
         """Names of the options that are given, and the classes of the solvers and the adjoint."""
-        named = "drop_converged", "trace", "stop_fn", "groups", "scale", "cuda_graph", "compile", "lockstep"
-        names = [name for name in named if getattr(self, name) is not None and getattr(self, name) is not False]
+        names = [name for name in NAMED if getattr(self, name) is not None and getattr(self, name) is not False]
         return [*names, *kinds(self.solver), *kinds(self.eval_solver), *kinds(self.adjoint)]
 
     def of_solve(self, solver: Solver, groups: Groups | None, ranks: Ranks | None = None) -> Options:
@@ -81,8 +82,10 @@ class BlockOptions:
             drop_converged=self.drop_converged,
             trace=self.trace,
             lockstep=self.lockstep or ranks,
+            state_group=self.state_group,
         )
 
 
+NAMED = ("drop_converged", "trace", "stop_fn", "groups", "scale", "cuda_graph", "compile", "lockstep", "state_group")
 ASSIGNED = [each.name for each in fields(BlockOptions) if each.name not in ("cuda_graph", "compile")]
 """Options that a block has as attributes, which may be assigned."""

@@ -86,13 +86,17 @@ class Plan:
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
         """(z*, x, broken), see ``rows.without_broken``."""
-        ranks = None
-        if self.options.lockstep is not None and has_candidates(self.x, self.per_sample):  # which ranks try together
-            ranks = InStep(self.options.lockstep, solution.status.device)
+        options, ranks = self.options, None
+        if options.state_group is not None:
+            dropped_samples(
+                self.x, len(solution.status), self.per_sample, "state_group needs one answer on all processes"
+            )
+        if options.lockstep is not None and has_candidates(self.x, self.per_sample):  # which ranks try together
+            ranks = InStep(options.lockstep, solution.status.device, options.state_group)
         elif not solution.may_include(Status.NONFINITE):
             return solution.value, self.x, None
         with ranks or nullcontext():
-            return without_broken(self.cell, self.x, solution, self.options.groups, self.per_sample, ranks)
+            return without_broken(self.cell, self.x, solution, options.groups, self.per_sample, ranks)
 
     def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:
         """Value that gets the gradient: z*, or `outputs` in all rows that did not break down."""
@@ -111,7 +115,8 @@ def run(plan: Plan) -> Solution:
     ``api.refusals.REFUSED`` says what each runner refuses.
     """
     options = plan.options
-    in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse or options.lockstep is not None
+    in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
+    in_steps = in_steps or options.lockstep is not None or options.state_group is not None
     if hasattr(plan.cell, "fixed_point") and not in_steps and options.groups is None and options.scale is None:
         return _by_cell(plan)
     return _by_solver(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..solution import Solution, Status
 from ..torch_internals import pytree
-from ..torch_internals.ranks import InStep
+from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.transforms import values
 from ..torch_internals.weights import modules_of, undone
 from .groups import Groups
@@ -27,6 +27,12 @@ def rows_of(leaf: Tensor) -> Tensor:
     """The rows of `leaf` as a matrix (N, D); of complex numbers the real and imaginary parts."""
     leaf = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
     return leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+
+
+def all_finite(leaves: Sequence[Tensor], parts: Ranks | None = None) -> Tensor:
+    """Mask (N,) of the rows whose numbers are finite in all leaves, and on all processes that have a part of them."""
+    finite = torch.stack([torch.isfinite(rows_of(leaf)).all(dim=1) for leaf in leaves]).all(dim=0)
+    return finite if parts is None else parts.most((~finite).int()) == 0
 
 
 def known_finite(tensor: Tensor) -> bool:
@@ -61,14 +67,16 @@ def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
     return marks
 
 
-def dropped_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
-    """As ``mark_samples``, for a solve that drops rows; ValueError if a leaf may be a weight."""
+def dropped_samples(
+    x: Any, rows: int, declared: Any = None, why: str = "drop_converged drops rows"
+) -> list[bool | None]:
+    """As ``mark_samples``, if nothing can be tried, with the reason why; ValueError if a leaf may be a weight."""
     marks = mark_samples(x, rows, declared)
     if None in marks:
         example = pytree.tree_unflatten([mark is not False for mark in marks], pytree.tree_structure(x))
         raise ValueError(
-            "per_sample must say which tensors of x have a row per sample, because x has several and drop_converged "
-            f"drops rows: give a tree of True and False, such as per_sample={example!r}"
+            f"per_sample must say which tensors of x have a row per sample, because x has several and {why}: give a "
+            f"tree of True and False, such as per_sample={example!r}"
         )
     return marks
 

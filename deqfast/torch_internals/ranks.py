@@ -1,9 +1,9 @@
-"""Processes that solve together: their groups, and the numbers that they exchange so that all end at the same call."""
+"""Processes that solve together: their groups, and the numbers that they exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ _FAILED = 1 << 30  # above all numbers that are exchanged; a rank that has faile
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes that call a cell equally often.
+    """Processes that call a cell equally often, or that have parts of each sample.
 
     groups: their process groups, one for each dimension of a mesh: a maximum over one after the other is over all.
     """
@@ -29,9 +29,18 @@ class Ranks:
         return self  # a process group cannot be copied
 
     def most(self, numbers: Tensor) -> Tensor:
-        """Replace these numbers by the largest of all ranks."""
+        """Replace these numbers by the largest of all ranks, infinite for NaN, and return them."""
+        if numbers.is_floating_point():  # the maximum of NaN and a number depends on the backend
+            numbers.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        return self._reduced(numbers, dist.ReduceOp.MAX)
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Replace these numbers by their sums over all ranks, and return them."""
+        return self._reduced(numbers, dist.ReduceOp.SUM)
+
+    def _reduced(self, numbers: Tensor, by: Any) -> Tensor:
         for group in self.groups:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(numbers, by, group=group)
         return numbers
 
 
@@ -62,11 +71,12 @@ class InStep:
     """A solve that all ranks end together, as a context in which they exchange numbers.
 
     If a rank raises an error in it, the others raise one at their next exchange, the last of which ends the context.
-    An error within collectives of f is not among these: torch ends the others after the timeout of their group.
+    An error within collectives of f is not among these: torch ends the others after the timeout of their group. Nor is
+    any error if ranks have `parts` of samples: the others wait in the exchange of a step.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
+    def __init__(self, ranks: Ranks, device: torch.device, parts: Ranks | None = None) -> None:
+        self.ranks, self.device, self.tells = ranks, device, parts is None
         self._is_over = False  # this rank takes part in no more exchanges
 
     def most(self, number: int | Tensor) -> int:
@@ -96,15 +106,7 @@ class InStep:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self.most(0)
-        elif not self._is_over:
+        elif self.tells and not self._is_over:
             self._is_over = True
             with suppress(RuntimeError):  # this rank's own error says more
                 self.ranks.most(torch.tensor([_FAILED + dist.get_rank()], dtype=torch.int32, device=self.device))
-
-
-_ALONE = nullcontext()
-
-
-def in_step(ranks: Ranks | None, device: torch.device) -> AbstractContextManager[InStep | None]:
-    """Context of a solve that these ranks end together; it gives None if there are none."""
-    return _ALONE if ranks is None else InStep(ranks, device)
