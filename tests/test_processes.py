@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from deqfast import SHINE, Anderson, Auto, Broyden, DEQBlock, FCCell, Neumann, Picard, Reversible, Unrolled, solve
+from deqfast.engine.solve import Options, Solve
 from deqfast.gradients import Adjoint
-from deqfast.solution import Solution
+from deqfast.solution import Solution, Status
 from deqfast.solvers import Solver
 
 LIMIT, GROUP_LIMIT = 60, 30  # seconds for all processes of a test, and for one of their collectives
@@ -375,6 +376,54 @@ SPREAD = {
     "auto": (2, 3.0, Auto(1e-5, 120), "jfb"),
     "broken": (1, 0.9, Anderson(1e-5, 40), "jfb"),
 }
+
+
+class Halves:
+    """Stands for two processes: rows i and B + i are parts of sample i."""
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        return torch.cat([numbers.unflatten(0, (2, -1)).sum(dim=0)] * 2)
+
+    def most(self, numbers: Tensor) -> Tensor:
+        numbers = numbers.nan_to_num(nan=torch.inf, posinf=torch.inf) if numbers.is_floating_point() else numbers
+        return torch.cat([numbers.unflatten(0, (2, -1)).amax(dim=0)] * 2)
+
+
+IN_HALVES = {
+    "picard": Picard(1e-6, 40, relaxation=0.9),
+    "anderson": Anderson(1e-8, 40),
+    "anderson-max": Anderson(1e-8, 40, history_size=3, norm="max"),
+    "anderson-I": Anderson(1e-8, 40, kind="I", relaxation=0.8),
+    "broyden": Broyden(1e-8, 40),
+    "broyden-window": Broyden(1e-8, 40, history_size=4),
+    "broyden-bad": Broyden(1e-8, 40, kind="bad", history_size=4),
+    "auto": Auto(1e-8, 80),
+}
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-200, 1e200])  # of which squares over- and underflow
+@pytest.mark.parametrize("name", IN_HALVES)
+def test_rows_that_are_parts_are_solved_as_one(name, size):
+    torch.manual_seed(0)
+    matrix, x = 0.9 * torch.linalg.qr(torch.randn(12, 12).double())[0], torch.randn(5, 12).double()
+    x[1], x[3] = 0, x[3] * 1e3  # a sample that is at its fixed point, and a larger one
+
+    def f(z: Tensor) -> Tensor:
+        z = z / size
+        return torch.where(x[:, :1] == x[4, 0], torch.nan, torch.tanh(z @ matrix) + 0.1 * z + x) * size
+
+    def of_parts(z: Tensor) -> Tensor:
+        return torch.cat(f(torch.cat(z.chunk(2), dim=1)).chunk(2, dim=1))
+
+    whole = Options(solver=IN_HALVES[name], kernel="torch", trace=True)
+    expected, z0 = Solve(x, whole)(f, torch.zeros_like(x)), torch.zeros(10, 6).double()
+    found = Solve(z0, replace(whole, state_group=Halves()))(of_parts, z0)
+    for half in (slice(0, 5), slice(5, 10)):
+        assert torch.equal(found.status[half], expected.status) and expected.status.tolist()[4] == Status.NONFINITE
+        assert torch.equal(found.iterations[half], expected.iterations)
+    assert_close(torch.cat(found.value.chunk(2), dim=1), expected.value, 1e-12)
+    with pytest.raises(ValueError, match="z0 must be finite; it is not in 2 of 10 rows: 0, 5"):
+        Solve(z0, replace(whole, state_group=Halves()))(of_parts, z0.index_fill(0, torch.tensor([5]), torch.nan))
 
 
 class Reductions:
