@@ -311,13 +311,20 @@ def run_page(rank: int, count: int, path: Path) -> None:
     torch.set_num_threads(1)
     (path / f"rank-{rank}").touch()
     for number, block in enumerate(python_of(PAGE)):
-        call = f'init_process_group("gloo", init_method="file://{path}/{number}", rank={rank}, world_size={count})'
-        exec(block.text.replace('init_process_group("gloo")', call), {"__name__": "__main__"})
+        file = f"{path}/{number}-{count}"
+        call = f'init_process_group("gloo", init_method="file://{file}", rank={rank}, world_size={count})'
+        names = {"__name__": "__main__"}
+        exec(block.text.replace('init_process_group("gloo")', call), names)
+    torch.save(
+        [weight.grad for weight in names["block"].parameters()], f"{path}/grads-{count}.pt"
+    )  # of the last recipe
 
 
 @pytest.mark.tier("full")
 def test_the_recipes_of_the_page_run(tmp_path):
-    in_processes(run_page, 2, tmp_path)
+    for count in (1, 2):
+        in_processes(run_page, count, tmp_path)
+    assert_close(torch.load(tmp_path / "grads-2.pt"), torch.load(tmp_path / "grads-1.pt"), 1e-5)
 
 
 @pytest.mark.tier("full")
