@@ -119,9 +119,10 @@ struct Checker {
             batch};
   }
 
-  // `k`, the evaluations before a step.
+  // `k`, the evaluations before a step, or -max_iter.
   void check_evaluations(int64_t k) const {
-    STD_TORCH_CHECK(k >= 0 && k < kMaxIterations, op, ": `k` must be 0 to ", kMaxIterations - 1, ", got ", k);
+    STD_TORCH_CHECK(k >= -kMaxIterations && k < kMaxIterations, op, ": `k` must be ", -kMaxIterations, " to ",
+                    kMaxIterations - 1, ", got ", k);
   }
   void check_max_iter(int64_t max_iter) const {
     STD_TORCH_CHECK(max_iter >= 1 && max_iter <= kMaxIterations, op, ": `max_iter` must be 1 to ", kMaxIterations,

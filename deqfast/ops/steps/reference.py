@@ -1,4 +1,4 @@
-"""Steps in plain torch: the specification of their kernels. They do not wait for the device.
+"""Steps in plain torch: the specification of their kernels. They wait for the device only if k is negative.
 
 In a loop of a graph, k is a tensor () int64 of at least 1 instead of a number. All slots of the history are then in the
 window. Slots without a pair must be zeros: such pairs change nothing.
@@ -7,7 +7,8 @@ window. Slots without a pair must be zeros: such pairs change nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from ...kernels.constants import (
 )
 from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep, StopRule
 
-Step = PicardStep | MultisecantStep | BroydenStep
+AnyStep = TypeVar("AnyStep", PicardStep, MultisecantStep, BroydenStep)
 Index = int | Tensor  # a number, or a tensor () int64
 GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
 
@@ -111,7 +112,15 @@ def begun(progress: Tensor, k: Index) -> Tensor | None:
     return None if isinstance(k, int) and k == 0 else progress[FIRST : START + 1]
 
 
-def _judge(a: Step, g: Tensor) -> Tensor:
+def _numbered(a: AnyStep) -> AnyStep:
+    """`a` with the number of its evaluation, which all running samples share: they have the most evaluations."""
+    if not isinstance(a.k, int) or a.k >= 0:
+        return a
+    k = max(a.iterations.tolist(), default=0)
+    return replace(a, k=k, last=k + 1 >= -a.k)
+
+
+def _judge(a: AnyStep, g: Tensor) -> Tensor:
     """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
     running = a.status == RUNNING
     now = evaluated(a.z, a.fz, a.rule, begun(a.progress, a.k))
@@ -161,6 +170,7 @@ def end(status: Tensor, progress: Tensor, tol: float) -> None:
 
 def picard_step(a: PicardStep) -> None:
     """z <- z + damping (f(z) - z) for every running sample."""
+    a = _numbered(a)
     g = a.fz - a.z
     advance = _judge(a, g)
     if not a.last:
@@ -169,6 +179,7 @@ def picard_step(a: PicardStep) -> None:
 
 def multisecant_step(a: MultisecantStep) -> None:
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
+    a = _numbered(a)
     g = a.fz - a.z
     advance = _judge(a, g)
     if a.last:
@@ -192,6 +203,7 @@ def multisecant_step(a: MultisecantStep) -> None:
 
 def broyden_step(a: BroydenStep) -> None:
     """z <- z + s_k with s_k = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1})."""
+    a = _numbered(a)
     g = a.fz - a.z
     advance = _judge(a, g)
     if a.last:
