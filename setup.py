@@ -152,7 +152,8 @@ def extensions() -> dict:
     ]
     if reason is None:
         architectures = [] if os.environ.get("TORCH_CUDA_ARCH_LIST") else ARCHITECTURES
-        cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{name}_cuda.cu" for name in SOURCES)]
+        cuda_sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/while_graph.cu"]
+        cuda_sources += [f"csrc/cuda/{name}_cuda.cu" for name in SOURCES]
         args = {"cxx": CXX_FLAGS, "nvcc": [*NVCC_FLAGS, NVCC_THREADS, *architectures]}
         macros = [*MACROS, ("USE_CUDA", None)]
         modules.append(

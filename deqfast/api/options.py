@@ -38,7 +38,7 @@ class BlockOptions:
     stop_fn: StopFn | None
     kernel: str
     drop_converged: bool
-    cuda_graph: bool | str
+    cuda_graph: bool
     compile: bool | str
     trace: bool
 
@@ -48,6 +48,7 @@ class BlockOptions:
         object.__setattr__(self, "adjoint", as_adjoint(self.adjoint))
         check_kernel_name(self.kernel)
         check_scale(self.scale)
+        check_choice("cuda_graph", self.cuda_graph, (False, True))
         check_choice("compile", self.compile, (False, True, "forward"))
         for name in ("init", "stop_fn"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):

@@ -113,7 +113,7 @@ def run(plan: Plan) -> Solution:
 
 def _by_solver(plan: Plan) -> Solution:
     if plan.graphs is not None:
-        return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.options)
+        return plan.graphs.solve(plan.solve(plan.options, plan.z0), plan.cell, plan.x, plan.z0, plan.is_fresh)
     if plan.compiled is not None:
         return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.options, plan.keep_inverse)
     return in_loop(plan)

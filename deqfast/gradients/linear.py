@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class LinearSolve:
         solution = self._solve(products, start, spec, options)
         values = [(u * per_row(of_rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
         residual = solution.residual_abs * sizes
-        self.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
+        self.on_backward(solution.changed(value=pytree.tree_unflatten(values, spec), residual_abs=residual))
         if finite is None:
             return values
         return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, right, strict=True)]
