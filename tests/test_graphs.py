@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
+from deqfast.engine import device_loop
 from deqfast.engine.device_loop import has_loops
 from deqfast.engine.runners import cuda_graph
 
@@ -46,6 +47,7 @@ class Recording(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, results))
         return results
 
+    @torch.no_grad()
     def replay(self):
         for func, args, kwargs, results in self.calls:
             again = pytree.tree_leaves(func(*args, **kwargs))
@@ -130,6 +132,8 @@ def recorded(request, monkeypatch):
     monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_graph, "capture", lambda works: [record(work) for work in works])
     monkeypatch.setattr(cuda_graph, "capture_loop", record_loop)
+    monkeypatch.setattr(device_loop, "capture_loop", record_loop)
+    monkeypatch.setattr(device_loop, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_graph, "join", join)
     monkeypatch.setattr(cuda_graph._extension, "cuda_module", object() if request.param == "joined" else None)
     monkeypatch.setattr(cuda_graph, "aside", lambda work: work())
@@ -409,6 +413,47 @@ def test_a_loop_needs_deqfasts_kernels_or_a_new_torch(recorded, monkeypatch):
     monkeypatch.setattr(cuda_graph._extension, "cuda_reason", "nobody built them")
     with pytest.raises(RuntimeError, match="needs deqfast's CUDA kernels or torch 2.14: nobody built them"):
         blocks("picard")[0](inputs())
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", deqfast.Implicit(deqfast.Anderson(1e-5, max_iter=9))], ids=str)
+@pytest.mark.parametrize("has_loops", [True, False])
+def test_a_block_in_somebody_elses_graph(has_loops, adjoint, monkeypatch):
+    """The forward and the backward solve are captured; a replay equals an ordinary step, and nothing is read."""
+    if GPU and has_loops and not device_loop.has_loops():
+        pytest.skip("this torch has no loops in graphs")
+    monkeypatch.setattr(device_loop, "has_loops", lambda: has_loops)
+    blocks = [deqfast.DEQBlock(Plain(), deqfast.Anderson(1e-4, max_iter=15), adjoint) for _ in range(2)]
+    blocks[0].load_state_dict(blocks[1].state_dict())
+    x, results = inputs().requires_grad_(), []
+
+    def step(block, x):
+        value, solution = block(x, return_solution=True)
+        return value, solution, torch.autograd.grad(value.square().sum(), [x, *block.parameters()])
+
+    with monkeypatch.context() as patch:
+        if GPU:
+            cuda_graph.aside(lambda: step(blocks[0], x))
+            (graph,) = cuda_graph.capture([lambda: results.append(step(blocks[0], x))])
+        else:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr("deqfast.api.notice.is_late", lambda status: True)
+            patch.setattr("deqfast.gradients.linear.known_finite", lambda tensor: False)
+            patch.setattr(deqfast.Solution, "counts", None)
+            graph = record(lambda: results.append(step(blocks[0], x)))
+    (value, solution, grads), made = results[0], 15
+    for seed in (1, 2):
+        given = inputs(seed=seed).requires_grad_()
+        with torch.no_grad():
+            x.copy_(given)
+        graph.replay()
+        expected, of_the_loop, wanted = step(blocks[1], given)
+        assert torch.equal(value, expected) and all(map(torch.equal, grads, wanted))
+        assert torch.equal(solution.iterations, of_the_loop.iterations)
+    if has_loops:
+        with pytest.raises(RuntimeError, match="as its replay makes: see Solution.iterations"):
+            _ = solution.evaluations
+    else:
+        assert solution.evaluations == made
 
 
 class Submissions(TorchDispatchMode):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._checks import ChecksKeywords, check_batches, check_cell, settings_of
 from ..cells.protocol import solving
+from ..engine.device_loop import is_captured
 from ..engine.loop import StopFn
 from ..engine.plan import Plan
 from ..engine.refusals import check_served
@@ -233,7 +234,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             check_served(plan.context, REFUSED[plan.context], asked)
         holds, modules = plan.holds_weights, modules_of(self.cell)
         check_loaded(modules, plan.z0)
-        if self.training and self.warn and not self._changes.looked:
+        if self.training and self.warn and not self._changes.looked and not is_captured(_device_of(z0)):
             self._changes.look(plan)
         with solving(modules), hold_weights(modules) if holds else nullcontext():
             if plan.context == "torch.export":
@@ -369,3 +370,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
+
+
+def _device_of(z: Any) -> torch.device:
+    return pytree.tree_leaves(z)[0].device

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..engine.device_loop import is_captured
 from ..solution import Arriving, Solution, Status, count_statuses
 from ..torch_internals.transforms import values
 
@@ -60,6 +61,8 @@ class Notice:
         """Warn if samples of the solution did not converge. On a GPU, check the solution of an earlier call."""
         if not is_late(solution.status):
             self._judge(solution.counts or count_statuses(solution.status))
+            return
+        if is_captured(solution.status.device):
             return
         if self.pending is not None and self.pending.has_arrived():
             self._judge(self.pending.counts())

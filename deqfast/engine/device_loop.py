@@ -26,6 +26,7 @@ REFUSES: Refusals = {
     MixedAnderson: "its mixing_fn is not captured",
     Auto: "its stages depend on values",
 }
+DEVICE = "cuda"  # the only type of device with graphs
 EACH = 2  # evaluations of a pass: a sample that ends in the first one costs a surplus one, and a look is saved
 SERVED = (Picard, Anderson, Broyden)
 
@@ -86,6 +87,11 @@ class DeviceLoop:
         if state.trace is not None and self._made is not None:
             state.trace.index_copy_(0, self._made, state.residual[None])
             self._made += 1
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether work on this device becomes a part of a CUDA graph, in which the host can read nothing."""
+    return device.type == DEVICE and torch.cuda.is_current_stream_capturing()
 
 
 def has_loops() -> bool:

@@ -23,7 +23,7 @@ from ..solvers.multisecant import Multisecant
 from ..state.floors import PRECISIONS
 from ..state.packing import Packing
 from ..torch_internals import pytree
-from .device_loop import DeviceLoop, advance_in_capture, check_device_loop
+from .device_loop import DeviceLoop, advance_in_capture, check_device_loop, is_captured
 from .loop import Compaction, StopFn, iterate, recording, stopping, watch_of, whole
 
 Inverse = Callable[[Any], Any]
@@ -75,7 +75,6 @@ class Solve:
         self.packing = Packing(z0, options.groups, options.scale)
         self.kernel = choose_kernel(options.kernel, self.packing.device)
         self.max_iter = self.solver.max_iter if self.packing.batch else 0
-        self._may_be_captured = self.packing.device.type == "cuda" and self.packing.batch > 0
         self._init = init_of(options)
         self._rules: dict[Any, StopRule] = {}
 
@@ -86,7 +85,7 @@ class Solve:
         inverse. While a CUDA graph is captured, nobody knows whether z0 is finite.
         """
         with torch.no_grad():
-            if self._may_be_captured and torch.cuda.is_current_stream_capturing():
+            if self.max_iter and is_captured(self.packing.device):
                 state = self.begin(z0, is_fresh, checks=False)
                 return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")), None, keep)
             state = self.begin(z0, is_fresh)

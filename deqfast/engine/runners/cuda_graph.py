@@ -28,7 +28,7 @@ from ...solvers.base import State
 from ...torch_internals import pytree
 from ...torch_internals.graphs import aside, capture, current, mark, raw_stream, refuse_draws, refuse_waits
 from ...torch_internals.weights import check_not_cached
-from ..device_loop import EACH, capture_loop, has_loops
+from ..device_loop import DEVICE, EACH, capture_loop, has_loops
 from ..device_loop import REFUSES as _OF_LOOP
 from ..refusals import Refusals, check_served
 from ..solve import Solve, not_finite, solution_of
@@ -40,7 +40,6 @@ REFUSES: Refusals = {
     "groups of a call": "a graph replays the same rows: make deqfast.Groups once, and give it to the block",
     "begin_solve": "it prepares every solve in Python, and a replay would not run it",
 }
-DEVICE = "cuda"  # the only type of device with graphs
 HOOKS = "fixed_point", "end_solve", "cancel_solve"
 ALIGNMENT = 256  # bytes, as of torch's own tensors
 
