@@ -134,6 +134,7 @@ def recorded(request, monkeypatch):
     monkeypatch.setattr(cuda_graph, "capture_loop", record_loop)
     monkeypatch.setattr(device_loop, "capture_loop", record_loop)
     monkeypatch.setattr(device_loop, "DEVICE", "cpu")
+    monkeypatch.setattr("deqfast.engine.solve.DEVICE", "cpu")
     monkeypatch.setattr(cuda_graph, "join", join)
     monkeypatch.setattr(cuda_graph._extension, "cuda_module", object() if request.param == "joined" else None)
     monkeypatch.setattr(cuda_graph, "aside", lambda work: work())

@@ -23,7 +23,7 @@ from ..solvers.multisecant import Multisecant
 from ..state.floors import PRECISIONS
 from ..state.packing import Packing
 from ..torch_internals import pytree
-from .device_loop import DeviceLoop, advance_in_capture, check_device_loop, is_captured
+from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
 from .loop import Compaction, StopFn, iterate, recording, stopping, watch_of, whole
 
 Inverse = Callable[[Any], Any]
@@ -84,8 +84,9 @@ class Solve:
         is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
         inverse. While a CUDA graph is captured, nobody knows whether z0 is finite.
         """
+        device = self.packing.device
         with torch.no_grad():
-            if self.max_iter and is_captured(self.packing.device):
+            if self.max_iter and device.type == DEVICE and torch.cuda.is_current_stream_capturing():
                 state = self.begin(z0, is_fresh, checks=False)
                 return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")), None, keep)
             state = self.begin(z0, is_fresh)
