@@ -236,7 +236,7 @@ def assert_the_device_counts(method, size, max_iter, implementation, **options):
     for state in (given, own):  # samples that end at different evaluations
         state["z"].mul_(torch.tensor([[1e-3], [1.0], [30.0]], device=implementation.device, dtype=case.dtype))
         state["fz"].copy_(value_of_f(state["z"]))
-    for k in range(max_iter + max_iter % 2):  # a body of two may run once more, in which no sample runs
+    for k in range(max_iter + max_iter % 2):  # a body of two may make an evaluation in which no sample runs
         now = replace(case, k=min(k, max_iter - 1), last=k >= max_iter - 1)
         advance(now, step, given)
         advance(replace(now, k=-max_iter, last=False) if k else now, step, own)

@@ -113,8 +113,8 @@ class Solver(ChecksKeywords):
     need this:
 
     - `drop_converged`: no running row may depend on rows of fz whose samples are done, which are undefined.
-    - `cuda_graph`: ``advance`` must not read values on the host, and ``State.restart`` must reset all tensors.
-    - `compile` and ``torch.export`` serve only ``Picard``, ``Anderson`` and ``Broyden``, ``SHINE`` only the last two.
+    - `compile`, `cuda_graph` and ``torch.export`` serve only ``Picard``, ``Anderson`` and ``Broyden``. ``SHINE`` serves
+      only the last two.
 
     Args:
         rtol: relative tolerance, at least 0 and less than 1.

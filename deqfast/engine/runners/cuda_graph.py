@@ -360,7 +360,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _layout(x: Any) -> Any:
-    """Key of the shapes and dtypes of x, and of its leaves that are no tensors."""
+    """Key of the shapes and dtypes of x, and the values of its other leaves."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.device
     leaves, spec = pytree.tree_flatten(x)

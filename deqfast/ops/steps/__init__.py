@@ -55,8 +55,8 @@ class StopRule(NamedTuple):
 
 @dataclass
 class _Evaluation:
-    # Evaluations of f before this one. In a loop on the device it is -max_iter, from the second one on. The number is
-    # then that of the running samples in `iterations`, and is compared with max_iter in place of `last`.
+    # Evaluations of f before this one. In a loop on the device it is -max_iter, from the second one on. The running
+    # samples then find the number in `iterations`, and compare it with max_iter in place of `last`.
     k: Annotated[int, Range(-MAX_ITERATIONS, MAX_ITERATIONS - 1)]
     last: bool  # no evaluation follows: judge, take no step
     rule: StopRule
