@@ -68,9 +68,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
             samples independently.
-        cuda_graph: capture the forward solve in a CUDA graph, whose loop the device ends, and launch it in each call.
-            The host does not wait, unless a number of the Solution is read. A z0 that is not finite raises its error
-            then, or in a later call. See ``engine.runners.cuda_graph``.
+        cuda_graph: capture solves in CUDA graphs, whose loops the device ends, and launch one in each call: the forward
+            solve, and the backward solve of ``Implicit``. The host does not wait, unless a number of the Solution is
+            read. A z0 that is not finite raises its error then, or in a later call. See ``engine.runners.cuda_graph``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
             solver and shape of a sample. This takes seconds at the first call. Not under torch.func. True, or
             "forward" for the forward solve only, if torch.compile cannot compile the cell's gradient.

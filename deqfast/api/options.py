@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._checks import check_choice
 from ..engine.loop import StopFn
-from ..engine.refusals import Option, kinds
+from ..engine.refusals import Option, check_served, kinds
+from ..engine.runners import cuda_graph
 from ..engine.runners.compiled import check_solver
 from ..engine.solve import Options
 from ..gradients import Adjoint, as_adjoint
@@ -54,10 +55,13 @@ class BlockOptions:
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
         check_together(self.given())
+        own = getattr(self.adjoint, "solver", None)
+        if self.cuda_graph and isinstance(own, Solver):
+            check_served("cuda_graph", cuda_graph.REFUSES, kinds(own), f" of the adjoint's solver, {own}")
         if self.compile:
             check_solver(self.solver)
             check_solver(self.eval_solver or self.solver)
-        if self.compile is True and isinstance(own := getattr(self.adjoint, "solver", None), Solver):
+        if self.compile is True and isinstance(own, Solver):
             check_solver(own, f" of the adjoint's solver, {own}")
 
     def given(self) -> list[Option]:

@@ -82,8 +82,10 @@ def mark() -> Any:
     return torch.cuda.current_stream().record_event()
 
 
-def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
+def capture(works: Sequence[Callable[[], None]], mode: str = "thread_local") -> list[Any]:
     """Graphs of the work that each of `works` queues; they share their temporary memory.
+
+    mode: `capture_error_mode` of ``torch.cuda.graph``.
 
     After any error the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.)
     """
@@ -92,7 +94,7 @@ def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
 
     def capture_all() -> None:
         for graph, work in zip(graphs, works, strict=True):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode=mode)
             try:
                 work()
             except BaseException:

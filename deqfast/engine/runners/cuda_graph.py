@@ -28,7 +28,7 @@ from ...solvers.base import State
 from ...torch_internals import pytree
 from ...torch_internals.graphs import aside, capture, current, mark, raw_stream, refuse_draws, refuse_waits
 from ...torch_internals.weights import check_not_cached
-from ..device_loop import DEVICE, EACH, capture_loop, has_loops
+from ..device_loop import DEVICE, EACH, DeviceLoop, capture_loop, has_loops
 from ..device_loop import REFUSES as _OF_LOOP
 from ..refusals import Refusals, check_served
 from ..solve import Solve, not_finite, solution_of
@@ -40,8 +40,16 @@ REFUSES: Refusals = {
     "groups of a call": "a graph replays the same rows: make deqfast.Groups once, and give it to the block",
     "begin_solve": "it prepares every solve in Python, and a replay would not run it",
 }
-HOOKS = "fixed_point", "end_solve", "cancel_solve"
 ALIGNMENT = 256  # bytes, as of torch's own tensors
+
+
+Bind = Callable[[Any, Any, Any], Callable[[Any], Any]]
+"""(cell, x, z0) -> f, in the memory of a graph; it is called before the first evaluation of each solve."""
+
+
+def forward(cell: Callable[[Any, Any], Any], x: Any, z0: Any) -> Callable[[Any], Any]:
+    """The function f = cell(., x)."""
+    return lambda z: cell(z, x)
 
 
 class Graphs:
@@ -64,26 +72,29 @@ class Graphs:
         self._pending: deque[Outcome] = deque()
         self._alone = threading.RLock()  # a graph has one memory: one thread at a time
 
-    def solve(self, solve: Solve, cell: Any, x: Any, z0: Any, is_fresh: bool = False) -> Solution:
-        """Solve as ``deqfast.solve`` for f = cell(., x).
+    def solve(
+        self, solve: Solve, cell: Any, x: Any, z0: Any, ordinary: Callable[[], Solution], bind: Bind = forward
+    ) -> Solution:
+        """Solve from z0 as ``deqfast.solve`` for f = bind(cell, x, z0); `ordinary` does so without a graph.
 
         Raises:
             RuntimeError: the solve cannot be captured, with the reason.
             ValueError: z0 of this or an earlier call is not finite, as ``deqfast.solve`` says.
         """
+        check_not_cached(cell)
         packing = solve.packing
         if packing.device.type != DEVICE:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
-        check_not_cached(cell)
         if not packing.batch or torch.cuda.is_current_stream_capturing():
-            return solve(lambda z: cell(z, x), z0, is_fresh)
-        key = cell, solve, _layout(x)
+            return ordinary()
+        key = cell, solve, bind, _layout(x)
         with self._alone, torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             if (solution := self.replay(key, x, z0)) is not None:
                 return solution
             _check_cell(cell)
-            if not _is_ready(cell):
-                return solve(lambda z: cell(z, x), z0, is_fresh)
+            # A cell that measures its differentiated evaluations would measure those of a capture too.
+            if not _is_ready(cell) or (bind is not forward and _has_any(cell, "end_solve")):
+                return ordinary()
             while len(self._captured) >= MAX_GRAPHS:
                 self._captured.pop().finished.synchronize()
             self._captured.insert(0, Captured(key, x, z0))
@@ -96,7 +107,7 @@ class Graphs:
         if torch.is_inference_mode_enabled() or torch.cuda.is_current_stream_capturing():
             return None
         with self._alone:
-            return self.replay((cell, solve, _layout(x)), x, z0, True)
+            return self.replay((cell, solve, forward, _layout(x)), x, z0, True)
 
     def replay(self, key: Any, x: Any, z0: Any, is_only: bool = False) -> Solution | None:
         """Solution of the captured solve with this key; None if there is none."""
@@ -122,25 +133,24 @@ class Graphs:
 
 
 class Captured:
-    """Captured solve of a `key` (cell, solve, layout of x). It runs without capture before.
+    """Captured solve of a `key` (cell, solve, bind, layout of x). It runs without capture before.
 
     Attributes:
         fixed: what else of the cell is captured.
         finished: event after all work in its memory, for which another stream must wait.
     """
 
-    def __init__(self, key: tuple[nn.Module, Solve, Any], x: Any, z0: Any) -> None:
+    def __init__(self, key: tuple[nn.Module, Solve, Bind, Any], x: Any, z0: Any) -> None:
         self.key = key
-        cell, solve, _ = key
+        cell, solve, bind, _ = key
         self.solve, self.fixed = solve, Fixed(cell)
         spec, self.device = pytree.tree_structure(x), solve.packing.device
         self.memory = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in _leaves(x)]
-        fixed_x = pytree.tree_unflatten(self.memory, spec)
+        self.x = pytree.tree_unflatten(self.memory, spec)
         start = [leaf.detach().clone() for leaf in _leaves(z0)]
         self.memory += start
         self.start = start[0] if solve.packing.is_tensor else pytree.tree_unflatten(start, solve.packing.spec)
         self.has_two = isinstance(x, Tensor) and isinstance(z0, Tensor)  # as usual, for which no tree is flattened
-        self.f = lambda z: cell(z, fixed_x)
         dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
         # Casts that autocast has kept could be those of older parameters.
         with (
@@ -151,7 +161,7 @@ class Captured:
             state = solve.start(solve.packing.pack(self.start))
             self.results = Results(state, solve)
             self.state = self.results.own(state)
-            self._prepare()
+            self.loop = self._loop()
             try:
                 # Whatever compiles, loads or allocates at its first use does so now, before waits are detected.
                 aside(self._once)
@@ -162,14 +172,15 @@ class Captured:
         self.address: int | None = None  # of the latest stream
         self.finished = mark()
 
-    def _prepare(self) -> None:
-        self.loop = self.solve.device_loop(self.f, self.state, "cuda_graph")
+    def _loop(self) -> DeviceLoop:
+        cell, solve, bind, _ = self.key
+        return solve.device_loop(bind(cell, self.x, self.start), self.state, "cuda_graph")
 
     def _begin(self) -> None:
         rows = self.solve.packing.pack(self.start)
         self.results.begin(rows)
         self.state.restart(rows)
-        self._prepare()
+        self.loop = self._loop()
         self.loop.begin()
 
     def _body(self) -> None:
@@ -186,9 +197,10 @@ class Captured:
 
     def _capture(self) -> Callable[[int], None]:
         """Return the function that launches the solve on a stream."""
-        passes = self.results.passes
+        # Backward solves run in a thread of autograd, whose other work must not end a capture.
+        passes, mode = self.results.passes, "thread_local" if self.key[2] is forward else "relaxed"
         if _extension.cuda_module is not None:
-            graphs = capture([self._begin, *[self._body] * bool(self.loop.most), self._end])
+            graphs = capture([self._begin, *[self._body] * bool(self.loop.most), self._end], mode)
             return join(graphs, self.state.active, passes, self.loop.most)
 
         def whole_solve() -> None:
@@ -200,7 +212,7 @@ class Captured:
         if self.loop.most and not has_loops():
             reason = f"a loop on the device needs deqfast's CUDA kernels or torch 2.14: {_extension.cuda_reason}"
             raise RuntimeError(reason)
-        (graph,) = capture([whole_solve])
+        (graph,) = capture([whole_solve], mode)
         return lambda stream: graph.replay()
 
     def replay(self, x: Any, z0: Any) -> tuple[Solution, Outcome]:
@@ -324,7 +336,7 @@ class Fixed:
 
     def __init__(self, cell: nn.Module) -> None:
         modules: list[Any] = list(cell.modules())
-        self.has_hooks = any([hasattr(module, name) for module in modules for name in HOOKS])
+        self.has_hooks = _has_any(cell, "fixed_point", "end_solve", "cancel_solve")
         self._modules = [(module, module.training, dict(module._modules)) for module in modules]
         tables = [table for module, *_ in self._modules for table in (module._parameters, module._buffers)]
         self._tables = [(table, len(table)) for table in tables]
@@ -374,6 +386,11 @@ def _check_cell(cell: Any) -> None:
         if hasattr(module, "begin_solve"):
             of = f" of the cell's {name or 'own'} {type(module).__name__}"
             check_served("cuda_graph", REFUSES, ["begin_solve"], of)
+
+
+def _has_any(cell: nn.Module, *names: str) -> bool:
+    """Return whether a module of the cell has one of these methods."""
+    return any([hasattr(module, name) for module in cell.modules() for name in names])
 
 
 def _is_ready(cell: nn.Module) -> bool:
