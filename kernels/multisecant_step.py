@@ -38,6 +38,7 @@ from .common import (
     store_verdict,
     sum_number,
     unpack_verdict,
+    window_at,
 )
 from .config import (
     JUDGE_CONFIG,
@@ -232,6 +233,7 @@ def _multisecant_left_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
+    n, newest, _ = window_at(p_iterations, i_b, 0, n, newest, newest, M)
     p_z += i_b * D
     p_fz += i_b * D
     p_f_prev += i_b * D
@@ -269,6 +271,7 @@ def _multisecant_left_sums_kernel(
     p_z,
     p_fz,
     p_status,
+    p_iterations,
     p_f_prev,
     p_left,
     p_df,
@@ -289,6 +292,7 @@ def _multisecant_left_sums_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
+    n, newest, _ = window_at(p_iterations, i_b, 0, n, newest, newest, M)
     p_z += i_b * D
     p_fz += i_b * D
     p_f_prev += i_b * D
@@ -346,6 +350,7 @@ def _multisecant_left_judge_kernel(
     if has_ended(p_status, i_b):
         store_no_verdict(p_verdict)
         return
+    n, newest, _ = window_at(p_iterations, i_b, 0, n, newest, newest, M)
     p_gram += i_b * (M + 2) * M
     p_sample = _numbers_of(p_numbers, i_b, S, MP)
     res_norm, f_norm = norms_of_parts(p_sample, S, maximum, BLK)
@@ -365,12 +370,22 @@ def _multisecant_left_judge_kernel(
 
 @triton.jit(do_not_specialize=["M", "n", "newest"])
 def _multisecant_solve_kernel(
-    p_status, p_gram, p_scratch, M, n, newest, ridge: tl.float64, METHOD: tl.constexpr, MP: tl.constexpr
+    p_status,
+    p_iterations,
+    p_gram,
+    p_scratch,
+    M,
+    n,
+    newest,
+    ridge: tl.float64,
+    METHOD: tl.constexpr,
+    MP: tl.constexpr,
 ):
     """N gamma = t of a sample; gamma takes the place of t."""
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
+    n, newest, _ = window_at(p_iterations, i_b, 1, n, newest, newest, M)
     o_i = tl.arange(0, MP)
     p_t, _ = _scratch_of(p_scratch, i_b, M)
     b_t = tl.load(p_t + o_i, mask=o_i < n, other=0.0)
@@ -509,6 +524,7 @@ def _multisecant_right_kernel(
     p_fz,
     p_best,
     p_status,
+    p_iterations,
     p_left,
     p_df,
     p_gram,
@@ -535,6 +551,7 @@ def _multisecant_right_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
+    n, newest, new = window_at(p_iterations, i_b, 1, n, newest, new, M)
     p_t, p_verdict = _scratch_of(p_scratch, i_b, M)
     # The first iterate is kept by the kernel before.
     improved, _ = unpack_verdict(tl.load(p_verdict, mask=n > 0, other=0.0))
@@ -567,6 +584,7 @@ def _multisecant_right_step_kernel(
     p_fz,
     p_best,
     p_status,
+    p_iterations,
     p_left,
     p_df,
     p_gram,
@@ -590,6 +608,7 @@ def _multisecant_right_step_kernel(
 ):
     """Sweep 2 over one program's columns, by the verdict: their part of DF^T s is numbers "s" of ``number_of``."""
     i_b = tl.program_id(0).to(tl.int64)
+    n, newest, new = window_at(p_iterations, i_b, 1, n, newest, new, M)
     begin, end = columns(D, BLK)
     p_z += i_b * D
     p_fz += i_b * D
@@ -622,11 +641,14 @@ def _multisecant_right_step_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "S", "n", "newest", "new"])
-def _multisecant_row_kernel(p_status, p_gram, p_numbers, M, S, n, newest, new, MP: tl.constexpr, BLK: tl.constexpr):
+def _multisecant_row_kernel(
+    p_status, p_iterations, p_gram, p_numbers, M, S, n, newest, new, MP: tl.constexpr, BLK: tl.constexpr
+):
     """DF^T s of a sample into row `new` of N, from the numbers that the programs of sweep 2 stored of it."""
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
+    n, newest, new = window_at(p_iterations, i_b, 1, n, newest, new, M)
     p_row = p_gram + (i_b * (M + 2) + new) * M
     p_sample = _numbers_of(p_numbers, i_b, S, MP)
     for age in tl.static_range(MP):
@@ -718,7 +740,7 @@ def _plan(a: Any, n: int, new: int, method: int, history: int, history_dtype: to
     batch, size = a.z.shape
     if batch == 0:
         return Plan(a)
-    padded = padded_window(n)
+    padded = padded_window(history if n < 0 else n)
     programs = programs_per_sample(batch, size, a.z.device)
     shares = {"S": programs} if programs > 1 else {}
     numbers = {"p_numbers": (batch, number_of("end", padded), programs)} if shares else {}
@@ -757,7 +779,7 @@ _PLANS = Plans(_plan, ("z", "fz", *MONITOR, "f_prev", "left", "df", "gram"))
 def multisecant_step(a: Any) -> None:
     """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
     history = a.left.shape[1]
-    n = min(a.k, history)
+    n = min(a.k, history) if a.k >= 0 else -1  # only the device knows the number: kernels for the whole history
     if a.last or n == 0:
         picard_step.run(a, hold=True)
     if not a.last:

@@ -2,16 +2,27 @@
 // deqfast/ops/steps/__init__.py explains the arguments.
 //
 // Every op is a template on `Device`, which stands for the kernels of a file. `Device::run(params, z)` does the step on
-// the device of the tensor z. `Device::BFloat16` is the type of the device's bfloat16, and `Device::max_history` the
-// most pairs that a window may have.
+// the device of the tensor z. `Device::kOnHost` says whether that is the host. `Device::BFloat16` is the type of the
+// device's bfloat16, and `Device::max_history` the most pairs that a window may have.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
 
 #include "checks.h"
 #include "flat.h"
 
 namespace deqfast {
+
+// The rule of a step. All running samples have used the same number of evaluations, the largest one. If k is negative,
+// the host finds it here, and a GPU in its kernels.
+template <class Device, class T>
+StopRule<T> rule_for(const Monitor<T>& monitor, int64_t k, bool last, const RuleNumbers& numbers) {
+  const StopRule<T> rule = rule_of<T>(k, last, numbers);
+  if (!Device::kOnHost || k >= 0 || monitor.batch == 0) return rule;
+  return rule_at(rule, *std::max_element(monitor.iterations, monitor.iterations + monitor.batch));
+}
 
 template <class T>
 struct PicardParams {
@@ -40,7 +51,7 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
     p.best = check.out<T>("best", best, {batch, dim});
     p.dim = dim;
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_of<T>(k, last, rule);
+    p.rule = rule_for<Device>(p.monitor, k, last, rule);
     p.damping = static_cast<T>(damping);
     p.check();
     Device::run(p, z);
@@ -57,14 +68,18 @@ struct MultisecantParams {
   H* df;            // (B, M, D)
   T* gram;          // (B, M + 2, M)
   int64_t dim;
-  Window window;
+  int history;
   Monitor<T> monitor;
   StopRule<T> rule;
   int64_t method;
   T alpha, beta, ridge;
 
-  // Pairs of this step; none in the last one, in which only the residual counts.
-  DEQFAST_HD int pairs() const { return rule.last ? 0 : window.size(); }
+  // The window of a sample that has used this number of evaluations; no pairs in the last step, in which only the
+  // residual counts.
+  DEQFAST_HD Window window(int32_t evaluations) const {
+    const StopRule<T> own = rule_at(rule, evaluations);
+    return {own.k, history, own.last ? 0 : history};
+  }
 };
 
 template <class Device>
@@ -76,7 +91,6 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
   check_evaluations(check.op, k);
   const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
   const int64_t batch = z.size(0), dim = z.size(1), pairs = history;
-  const Window window{k, history, history};
   dispatch_history<typename Device::BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
@@ -89,9 +103,9 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
     p.df = check.out<H>("df", df, {batch, pairs, dim});
     p.gram = check.out<T>("gram", gram, {batch, pairs + 2, pairs});
     p.dim = dim;
-    p.window = window;
+    p.history = static_cast<int>(pairs);
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_of<T>(k, last, rule);
+    p.rule = rule_for<Device>(p.monitor, k, last, rule);
     p.method = method;
     p.alpha = static_cast<T>(alpha);
     p.beta = static_cast<T>(beta);
@@ -113,8 +127,8 @@ struct BroydenParams {
   StopRule<T> rule;
 
   void check() const {
-    STD_TORCH_CHECK(rule.k >= 0 && rule.k <= rows && (rule.last || rule.k < rows), "broyden_step: `k` must be at least 0 ",
-                    "and below the ", rows, " steps there is room for (at most that if `last`), got ", rule.k);
+    STD_TORCH_CHECK(rule.k < rows || (rule.k == rows && rule.last), "broyden_step: `k` must be below the ", rows,
+                    " steps there is room for (at most that if `last`), got ", rule.k);
   }
 };
 
@@ -127,6 +141,7 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
   const int64_t batch = z.size(0), dim = z.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
   STD_TORCH_CHECK(rows >= 1, check.op, ": `steps` must have shape (B, steps, D) with room for one step or more, got ",
                   shape_text(steps.sizes()));
+  check_evaluations(check.op, k);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     BroydenParams<T> p;
@@ -139,7 +154,7 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
     p.dim = dim;
     p.rows = rows;
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_of<T>(k, last, rule);
+    p.rule = rule_for<Device>(p.monitor, k, last, rule);
     p.check();
     Device::run(p, z);
   });

@@ -251,17 +251,11 @@ def modules_of(cell: Any) -> list[nn.Module]:
 def attribute(cell: Any, name: str) -> Any:
     """Return this attribute of a cell, or None. (To find that a module has none, torch formats an error.)"""
     kind: Any = type(cell)
-    if _lacks(kind, name):
+    if isinstance(cell, nn.Module) and kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name):
         own = cell.__dict__
         if not (name in own or name in own["_modules"] or name in own["_parameters"] or name in own["_buffers"]):
             return None
     return getattr(cell, name, None)
-
-
-@functools.cache
-def _lacks(kind: Any, name: str) -> bool:
-    """Return whether a module of this class has such an attribute only if it is its own."""
-    return issubclass(kind, nn.Module) and kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name)
 
 
 def _parametrised(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, ParametrizationList]]:
