@@ -46,6 +46,12 @@ constexpr ScalarType scalar_type() {
 constexpr int kAddressBits = 47;
 constexpr int64_t kMaxElements = int64_t(1) << kAddressBits;
 
+// Check `k`, the evaluations before a step, or -max_iter.
+inline void check_evaluations(const char* op, int64_t k) {
+  STD_TORCH_CHECK(k >= -kMaxIterations && k < kMaxIterations, op, ": `k` must be ", -kMaxIterations, " to ",
+                  kMaxIterations - 1, ", got ", k);
+}
+
 // Checks run against the first tensor of an op, whose device all others share.
 struct Checker {
   const char* op;
@@ -119,11 +125,6 @@ struct Checker {
             batch};
   }
 
-  // `k`, the evaluations before a step, or -max_iter.
-  void check_evaluations(int64_t k) const {
-    STD_TORCH_CHECK(k >= -kMaxIterations && k < kMaxIterations, op, ": `k` must be ", -kMaxIterations, " to ",
-                    kMaxIterations - 1, ", got ", k);
-  }
   void check_max_iter(int64_t max_iter) const {
     STD_TORCH_CHECK(max_iter >= 1 && max_iter <= kMaxIterations, op, ": `max_iter` must be 1 to ", kMaxIterations,
                     ", got ", max_iter);

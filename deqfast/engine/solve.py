@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -106,15 +105,16 @@ class Solve:
 
     def begin(self, z0: Any, is_fresh: bool = False, checks: bool = True) -> State:
         """State before the first evaluation; ValueError if z0 is not finite and this `checks`."""
-        # In inference mode torch does not count in-place operations of f.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
-                rows = z0
-            else:
-                rows = self.packing.pack(z0)
-                if checks and not is_fresh:
-                    check_finite(rows)
-            return self.start(rows)
+        if torch.is_inference_mode_enabled():  # in which torch does not count in-place operations of f
+            with torch.inference_mode(False):
+                return self.begin(z0, is_fresh, checks)
+        if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
+            rows = z0
+        else:
+            rows = self.packing.pack(z0)
+            if checks and not is_fresh:
+                check_finite(rows)
+        return self.start(rows)
 
     def start(self, rows: Tensor) -> State:
         """State before the first evaluation, which owns the rows (B, D) of z0."""
@@ -123,14 +123,15 @@ class Solve:
             state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
         return state
 
-    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], None]:
-        """Function that runs the iterations `first` ... `until` - 1."""
+    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], int | None]:
+        """Function that runs the iterations `first` ... `until` - 1; it returns the last step's result."""
         last, stop_fn, step = self.solver.max_iter - 1, self.options.stop_fn, None
         before = [] if stop_fn is None else [stopping(stop_fn, self.packing, state)]
         after = [] if state.trace is None else [recording(state)]
 
-        def advance(first: int, until: int) -> None:
+        def advance(first: int, until: int) -> int | None:
             nonlocal step
+            running = None
             for k in range(first, until):
                 value, rows = evaluate()
                 if step is None:
@@ -138,9 +139,10 @@ class Solve:
                     step = self.solver.bind(state)
                 for part in before:
                     rows = part(value, rows, k)
-                step(rows, k, k == last)
+                running = step(rows, k, k == last)
                 for note in after:
                     note()
+            return running
 
         return advance
 
@@ -161,8 +163,9 @@ class Solve:
         """Solution of a solve that ended in `state`, see ``solution_of``; `keep` is called before."""
         if keep is not None:
             keep(inverse_of(self.packing, self.solver, state))
-        ended = self.packing.unpack(state.best), state.status, state.iterations, state.residual.unbind()
-        return solution_of(self.packing, self.solver, *ended, evaluations, sample_evaluations, state.trace)
+        value = state.best if self.packing.is_rows else self.packing.unpack(state.best)
+        ended = state.status, state.iterations, state.residual.unbind()
+        return solution_of(self.packing, self.solver, value, *ended, evaluations, sample_evaluations, state.trace)
 
 
 def solution_of(
@@ -192,7 +195,8 @@ def solution_of(
         samples = evaluations * packing.batch if samples is None else samples
         if trace is not None:
             traces = trace[:evaluations].unbind(1)
-    return kind(
+    solution = object.__new__(kind)
+    solution.__dict__.update(  # at once: a frozen dataclass sets its fields one by one
         value=value,
         status=status,
         iterations=iterations,
@@ -206,6 +210,7 @@ def solution_of(
         trace_abs=traces[1],
         arriving=arriving,
     )
+    return solution
 
 
 def check_finite(rows: Tensor) -> Tensor:
