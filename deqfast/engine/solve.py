@@ -16,14 +16,17 @@ from torch import Tensor
 from ..ops import Kernel, choose_kernel
 from ..ops.steps import StopRule
 from ..solution import Arriving, LateSolution, Solution
-from ..solvers import Solver
+from ..solvers import Anderson, Auto, Broyden, Picard, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import Multisecant
 from ..state.floors import PRECISIONS
 from ..state.packing import Packing
+from ..state.rows import all_finite
 from ..torch_internals import pytree
+from ..torch_internals.ranks import InStep, Ranks
+from ..torch_internals.weights import NOTHING
 from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
-from .loop import Compaction, StopFn, iterate, recording, stopping, watch_of, whole
+from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, watch_of, whole
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
@@ -35,6 +38,7 @@ class Options:
     """What a solve is asked for, apart from f and z0; see ``deqfast.solve``. A key by identity.
 
     keeps_inverse: keep the history of Anderson or Broyden, for the estimate of the inverse.
+    lockstep: processes that end the solve together. state_group: processes that have parts of each sample.
     """
 
     solver: Solver
@@ -44,6 +48,8 @@ class Options:
     stop_fn: StopFn | None = None
     drop_converged: bool = False
     trace: bool = False
+    lockstep: Ranks | None = None
+    state_group: Ranks | None = None
     keeps_inverse: bool = False
     _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
 
@@ -55,7 +61,7 @@ class Options:
     def linear(self, solver: Solver) -> tuple[Options, Options]:
         """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale."""
         if solver not in self._linear:
-            options = Options(solver=solver, kernel=self.kernel, groups=self.groups, scale=self.scale)
+            options = replace(self, solver=solver, stop_fn=None, drop_converged=False, trace=False, keeps_inverse=False)
             inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
             self._linear[solver] = options, replace(options, scale=inverse)
         return self._linear[solver]
@@ -72,8 +78,9 @@ class Solve:
     def __init__(self, z0: Any, options: Options) -> None:
         self.options, self.solver = options, options.solver
         self.packing = Packing(z0, options.groups, options.scale)
-        self.kernel = choose_kernel(options.kernel, self.packing.device)
-        self.max_iter = self.solver.max_iter if self.packing.batch else 0
+        self.kernel = kernel_of(options, self.packing.device)
+        evaluates = self.packing.batch or options.lockstep is not None  # as often as the others
+        self.max_iter = self.solver.max_iter if evaluates else 0
         self._init = init_of(options)
         self._rules: dict[Any, StopRule] = {}
 
@@ -83,13 +90,15 @@ class Solve:
         is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
         inverse. While a CUDA graph is captured, nobody knows whether z0 is finite.
         """
-        device = self.packing.device
-        with torch.no_grad():
-            if self.max_iter and device.type == DEVICE and torch.cuda.is_current_stream_capturing():
+        device, together, parts = self.packing.device, self.options.lockstep, self.options.state_group
+        if self.max_iter and device.type == DEVICE and torch.cuda.is_current_stream_capturing():
+            with torch.no_grad():
                 state = self.begin(z0, is_fresh, checks=False)
                 return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")), None, keep)
+        with torch.no_grad(), InStep(together, device, parts) if together else NOTHING as ranks:
             state = self.begin(z0, is_fresh)
-            watch, f = watch_of(state.active), self.solver.wrap(f, self.packing, state)
+            watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
+            f = self.solver.wrap(f, self.packing, state)
             compaction = None
             if self.options.drop_converged:
                 compaction = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)
@@ -113,7 +122,7 @@ class Solve:
         else:
             rows = self.packing.pack(z0)
             if checks and not is_fresh:
-                check_finite(rows)
+                check_finite(rows, self.options.state_group)
         return self.start(rows)
 
     def start(self, rows: Tensor) -> State:
@@ -148,8 +157,8 @@ class Solve:
 
     def device_loop(self, f: Callable[..., Any], state: State, way: str) -> DeviceLoop:
         """The evaluations of f for a CUDA graph; ``check_device_loop`` says what is refused."""
-        asked = {"drop_converged": self.options.drop_converged, "stop_fn": self.options.stop_fn is not None}
-        check_device_loop(way, self.solver, self.kernel, [name for name, given in asked.items() if given])
+        named = "drop_converged", "stop_fn", "lockstep"
+        check_device_loop(way, self.solver, self.kernel, [name for name in named if getattr(self.options, name)])
         return DeviceLoop(whole(f, self.packing, state), self.solver, self.rule, state)
 
     def rule(self, value: Any) -> StopRule:
@@ -213,11 +222,22 @@ def solution_of(
     return solution
 
 
-def check_finite(rows: Tensor) -> Tensor:
-    """Return the rows (B, D) of a z0; ValueError if any are not finite."""
+def kernel_of(options: Options, device: torch.device) -> Kernel:
+    """Kernel of a solve; ValueError if it cannot sum over the processes that have parts of its samples."""
+    if options.state_group is None:
+        return choose_kernel(options.kernel, device)
+    if type(options.solver) not in (Picard, Anderson, Broyden, Auto):
+        raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
+    if options.kernel not in ("auto", "torch"):
+        raise ValueError(f"state_group runs on kernel 'torch', which sums over processes, got {options.kernel!r}")
+    return Kernel("torch", parts=options.state_group)
+
+
+def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:
+    """Return the rows (B, D) of a z0; ValueError if any are not finite, on each process that has a part of them."""
     # A finite sum has finite terms only; a sum that is not finite may have overflowed.
-    if not math.isfinite(rows.sum()):
-        finite = torch.isfinite(rows).all(dim=1)
+    if parts is not None or not math.isfinite(rows.sum()):
+        finite = all_finite([rows], parts)
         if not bool(finite.all()):
             raise not_finite(finite)
     return rows
