@@ -40,6 +40,7 @@ class TestRegistration:
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
         on_triton = {f"deqfast::{op}_triton" for op in OPS if OPS[op].triton}
         loops = {f"deqfast::{name}" for name in ("state_begin", "loop_begin", "loop_end", *LOOPS)}
+        loops |= {f"deqfast::{op}_bind" for op in OPS if OPS[op].binds}
         assert registered == {f"deqfast::{op}" for op in OPS} | on_triton | loops | WHOLE_SOLVES
 
     @pytest.mark.covering(1)

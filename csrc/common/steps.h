@@ -15,13 +15,16 @@
 
 namespace deqfast {
 
-// The rule of a step. All running samples have used the same number of evaluations, the largest one. If k is negative,
-// the host finds it here, and a GPU in its kernels.
-template <class Device, class T>
-StopRule<T> rule_for(const Monitor<T>& monitor, int64_t k, bool last, const RuleNumbers& numbers) {
-  const StopRule<T> rule = rule_of<T>(k, last, numbers);
-  if (!Device::kOnHost || k >= 0 || monitor.batch == 0) return rule;
-  return rule_at(rule, *std::max_element(monitor.iterations, monitor.iterations + monitor.batch));
+// Check the number of a step, and on the host find it if it is negative. All running samples have used the same number of
+// evaluations, the largest one. A GPU finds it in its kernels.
+template <class Device, class Params>
+void number(Params& p) {
+  check_evaluations(Params::op, p.rule.k);
+  if (Device::kOnHost && p.rule.k < 0) {
+    const auto *begin = p.monitor.iterations, *end = begin + p.monitor.batch;
+    p.rule = rule_at(p.rule, begin == end ? 0 : *std::max_element(begin, end));
+  }
+  p.check();
 }
 
 template <class T>
@@ -34,7 +37,8 @@ struct PicardParams {
   StopRule<T> rule;
   T damping;
 
-  void check() const { check_evaluations("picard_step", rule.k); }
+  static constexpr const char* op = "picard_step";
+  void check() const {}
 };
 
 template <class Device>
@@ -51,9 +55,9 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
     p.best = check.out<T>("best", best, {batch, dim});
     p.dim = dim;
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_for<Device>(p.monitor, k, last, rule);
+    p.rule = rule_of<T>(k, last, rule);
     p.damping = static_cast<T>(damping);
-    p.check();
+    number<Device>(p);
     Device::run(p, z);
   });
 }
@@ -74,6 +78,8 @@ struct MultisecantParams {
   int64_t method;
   T alpha, beta, ridge;
 
+  static constexpr const char* op = "multisecant_step";
+  void check() const {}
   // The window of a sample that has used this number of evaluations; no pairs in the last step, in which only the
   // residual counts.
   DEQFAST_HD Window window(int32_t evaluations) const {
@@ -88,7 +94,6 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
                       RuleNumbers rule, int64_t method, double alpha, double beta, double ridge) {
   const Checker check{"multisecant_step", z};
   check.check_rows();
-  check_evaluations(check.op, k);
   const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
   const int64_t batch = z.size(0), dim = z.size(1), pairs = history;
   dispatch_history<typename Device::BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto element) {
@@ -105,11 +110,12 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
     p.dim = dim;
     p.history = static_cast<int>(pairs);
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_for<Device>(p.monitor, k, last, rule);
+    p.rule = rule_of<T>(k, last, rule);
     p.method = method;
     p.alpha = static_cast<T>(alpha);
     p.beta = static_cast<T>(beta);
     p.ridge = static_cast<T>(ridge);
+    number<Device>(p);
     Device::run(p, z);
   });
 }
@@ -126,6 +132,7 @@ struct BroydenParams {
   Monitor<T> monitor;
   StopRule<T> rule;
 
+  static constexpr const char* op = "broyden_step";
   void check() const {
     STD_TORCH_CHECK(rule.k < rows || (rule.k == rows && rule.last), "broyden_step: `k` must be below the ", rows,
                     " steps there is room for (at most that if `last`), got ", rule.k);
@@ -141,7 +148,6 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
   const int64_t batch = z.size(0), dim = z.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
   STD_TORCH_CHECK(rows >= 1, check.op, ": `steps` must have shape (B, steps, D) with room for one step or more, got ",
                   shape_text(steps.sizes()));
-  check_evaluations(check.op, k);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     BroydenParams<T> p;
@@ -154,8 +160,8 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
     p.dim = dim;
     p.rows = rows;
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_for<Device>(p.monitor, k, last, rule);
-    p.check();
+    p.rule = rule_of<T>(k, last, rule);
+    number<Device>(p);
     Device::run(p, z);
   });
 }

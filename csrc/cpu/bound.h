@@ -16,7 +16,7 @@ struct BoundStep {
 // A device for the ops: it keeps their checked parameters for a bound step of `Kernels`, and runs nothing.
 template <class Kernels>
 struct Binding {
-  static constexpr bool kOnHost = true;
+  static constexpr bool kOnHost = Kernels::kOnHost;
   static inline thread_local std::unique_ptr<BoundStep> made;
 
   template <class Params>
@@ -28,7 +28,7 @@ struct Binding {
       params.fz = static_cast<decltype(params.fz)>(fz);
       params.rule.k = k;
       params.rule.last = last;
-      params.check();
+      number<Kernels>(params);
       Kernels::run(params, Tensor());
       return *params.monitor.active;
     }

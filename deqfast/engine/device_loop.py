@@ -23,6 +23,7 @@ _REPLAYS = "a graph replays the same work"
 REFUSES: Refusals = {
     "drop_converged": _REPLAYS,
     "stop_fn": "it would be asked on the host",
+    "lockstep": "a replay asks no other process",
     MixedAnderson: "its mixing_fn is not captured",
     Auto: "its stages depend on values",
 }

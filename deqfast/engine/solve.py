@@ -90,11 +90,12 @@ class Solve:
         is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
         inverse. While a CUDA graph is captured, nobody knows whether z0 is finite.
         """
-        together, parts, device = self.options.lockstep, self.options.state_group, self.packing.device
-        with torch.no_grad(), InStep(together, device, parts) if together else NOTHING as ranks:
-            if self.max_iter and device.type == DEVICE and torch.cuda.is_current_stream_capturing():
+        device, together, parts = self.packing.device, self.options.lockstep, self.options.state_group
+        if self.max_iter and device.type == DEVICE and torch.cuda.is_current_stream_capturing():
+            with torch.no_grad():
                 state = self.begin(z0, is_fresh, checks=False)
                 return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")), None, keep)
+        with torch.no_grad(), InStep(together, device, parts) if together else NOTHING as ranks:
             state = self.begin(z0, is_fresh)
             watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
             f = self.solver.wrap(f, self.packing, state)
@@ -117,10 +118,11 @@ class Solve:
             with torch.inference_mode(False):
                 return self.begin(z0, is_fresh, checks)
         if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
-            return self.start(z0)
-        rows = self.packing.pack(z0)
-        if checks and not is_fresh:
-            check_finite(rows, self.options.state_group)
+            rows = z0
+        else:
+            rows = self.packing.pack(z0)
+            if checks and not is_fresh:
+                check_finite(rows, self.options.state_group)
         return self.start(rows)
 
     def start(self, rows: Tensor) -> State:
@@ -155,8 +157,8 @@ class Solve:
 
     def device_loop(self, f: Callable[..., Any], state: State, way: str) -> DeviceLoop:
         """The evaluations of f for a CUDA graph; ``check_device_loop`` says what is refused."""
-        asked = {"drop_converged": self.options.drop_converged, "stop_fn": self.options.stop_fn is not None}
-        check_device_loop(way, self.solver, self.kernel, [name for name, given in asked.items() if given])
+        named = "drop_converged", "stop_fn", "lockstep"
+        check_device_loop(way, self.solver, self.kernel, [name for name in named if getattr(self.options, name)])
         return DeviceLoop(whole(f, self.packing, state), self.solver, self.rule, state)
 
     def rule(self, value: Any) -> StopRule:
@@ -171,8 +173,8 @@ class Solve:
         if keep is not None:
             keep(inverse_of(self.packing, self.solver, state))
         value = state.best if self.packing.is_rows else self.packing.unpack(state.best)
-        ended = value, state.status, state.iterations, state.residual.unbind()
-        return solution_of(self.packing, self.solver, *ended, evaluations, sample_evaluations, state.trace)
+        ended = state.status, state.iterations, state.residual.unbind()
+        return solution_of(self.packing, self.solver, value, *ended, evaluations, sample_evaluations, state.trace)
 
 
 def solution_of(

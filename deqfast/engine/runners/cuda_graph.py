@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import _extension
-from ...solution import Arriving, Solution, Status
+from ...solution import CODES, Arriving, Solution
 from ...solvers.base import State
 from ...torch_internals import pytree
 from ...torch_internals.graphs import aside, capture, current, mark, raw_stream, refuse_draws, refuse_waits
@@ -38,7 +38,6 @@ MAX_GRAPHS = 8
 REFUSES: Refusals = {
     **_OF_LOOP,
     "groups of a call": "a graph replays the same rows: make deqfast.Groups once, and give it to the block",
-    "lockstep": "a replay asks no other process",
     "begin_solve": "it prepares every solve in Python, and a replay would not run it",
 }
 ALIGNMENT = 256  # bytes, as of torch's own tensors
@@ -243,7 +242,7 @@ class Results:
 
     def __init__(self, state: State, solve: Solve) -> None:
         self.packing, batch = solve.packing, len(state.z)
-        finite, numbers = state.status.new_empty(batch, dtype=torch.bool), state.iterations.new_empty(3 + len(Status))
+        finite, numbers = state.status.new_empty(batch, dtype=torch.bool), state.iterations.new_empty(2 + CODES)
         like = {"status": state.status, "iterations": state.iterations, "residual": state.residual, "best": state.best}
         like |= {"finite": finite, "numbers": numbers}
         if state.trace is not None:
@@ -253,21 +252,18 @@ class Results:
         self._places: list[Any] = []
         end = 0
         for name, tensor in like.items():
-            self._places.append((name, tensor.dtype, tensor.shape, tensor.stride(), end // tensor.itemsize))
+            self._places.append((name, tensor.dtype, end // tensor.itemsize, tensor.shape, tensor.stride()))
             end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
         self.memory = torch.zeros(end, dtype=torch.uint8, device=state.z.device)
-        self.parts = self.views(self.memory)
-        self.codes = torch.arange(len(Status) + 1, dtype=torch.int8, device=state.z.device)
+        self.parts = self.of(self.memory)
+        self.codes = torch.arange(CODES, dtype=torch.int8, device=state.z.device)
         self.passes = self.parts["numbers"][:1]
 
-    def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The parts of such memory."""
-        typed: dict[torch.dtype, Tensor] = {}
-        parts = {}
+    def of(self, memory: Tensor) -> dict[str, Tensor]:
+        """The parts of such memory. They are not views for torch, which would refuse some writes in place."""
+        storage, parts = memory.untyped_storage(), {}
         for name, dtype, *place in self._places:
-            if dtype not in typed:
-                typed[dtype] = memory.view(dtype)
-            parts[name] = typed[dtype].as_strided(*place)
+            parts[name] = torch.empty(0, dtype=dtype, device=memory.device).set_(storage, *place)
         return parts
 
     def own(self, state: State) -> State:
@@ -296,7 +292,7 @@ class Outcome(Arriving):
     """Results of a replay, and its numbers, which the device is sending to the host."""
 
     def __init__(self, results: Results, first: int, stream: Any) -> None:
-        self.parts, self.first = results.views(results.memory.clone()), first
+        self.parts, self.first = results.of(results.memory.clone()), first
         self.numbers: list[int] | None = None
         super().__init__(self.parts["numbers"], stream)
 
@@ -318,7 +314,9 @@ class Outcome(Arriving):
     def solution(self, solve: Solve) -> Solution:
         """The Solution, whose numbers wait when they are read."""
         parts, packing = self.parts, solve.packing
-        if packing.is_view:
+        if packing.is_rows:
+            value: Any = parts["best"]
+        elif packing.is_view:
             value = packing.unpack(parts["best"])
         else:
             leaves = [parts[f"value {i}"] for i in range(len(packing.leaves))]

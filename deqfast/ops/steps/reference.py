@@ -38,7 +38,7 @@ from ...kernels.constants import (
 from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, Parts, PicardStep, StopRule
 
 Step = PicardStep | MultisecantStep | BroydenStep
-AnyStep = TypeVar("AnyStep", bound=Step)
+AnyStep = TypeVar("AnyStep", PicardStep, MultisecantStep, BroydenStep)
 Index = int | Tensor  # a number, or a tensor () int64
 GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
 
