@@ -18,6 +18,7 @@ from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of
 from ..torch_internals.ranks import InStep
 from ..torch_internals.transforms import Context
+from ..torch_internals.weights import attribute
 from .runners.compiled import Compiled
 from .runners.cuda_graph import Graphs
 from .solve import Inverse, Options, Solve, Solves
@@ -117,7 +118,8 @@ def run(plan: Plan) -> Solution:
     options = plan.options
     in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
     in_steps = in_steps or options.lockstep is not None or options.state_group is not None
-    if hasattr(plan.cell, "fixed_point") and not in_steps and options.groups is None and options.scale is None:
+    in_parts = in_steps or options.groups is not None or options.scale is not None
+    if not in_parts and attribute(plan.cell, "fixed_point") is not None:
         return _by_cell(plan)
     return _by_solver(plan)
 

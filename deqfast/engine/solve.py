@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from ..state.packing import Packing
 from ..state.rows import all_finite
 from ..torch_internals import pytree
 from ..torch_internals.ranks import InStep, Ranks
-from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, watch_of, whole
+from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, uncounted, watch_of, whole
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
@@ -88,12 +88,10 @@ class Solve:
         is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
         inverse.
         """
-        together, parts = self.options.lockstep, self.options.state_group
-        with torch.no_grad(), InStep(together, self.packing.device, parts) if together else nullcontext() as ranks:
+        with torch.no_grad() if self.options.lockstep is None else self._in_step(self.options.lockstep) as ranks:
             state = self.begin(z0, is_fresh)
             watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
-            f = self.solver.wrap(f, self.packing, state)
-            compaction = None
+            f, compaction = self.solver.wrap(f, self.packing, state), None
             if self.options.drop_converged:
                 compaction = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)
             advance = self.body(compaction or whole(f, self.packing, state), state)
@@ -103,34 +101,43 @@ class Solve:
                     compaction.take_all()
                 return self.solver.resume(state, k, self.max_iter)
 
+            advance = advance if ranks is None else uncounted(advance)
             made = iterate(advance, self.max_iter, watch, self.solver.patience, resume)
             if keep is not None:
                 keep(inverse_of(self.packing, self.solver, state))
             return self.end(state, made, made * self.packing.batch if compaction is None else compaction.samples)
 
+    @contextmanager
+    def _in_step(self, ranks: Ranks) -> Iterator[InStep]:
+        """Context of a solve without gradient that these ranks end together."""
+        with torch.no_grad(), InStep(ranks, self.packing.device, self.options.state_group) as together:
+            yield together
+
     def begin(self, z0: Any, is_fresh: bool = False) -> State:
         """State before the first evaluation; ValueError if z0 is not finite."""
-        # In inference mode torch does not count in-place operations of f.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
-                rows = z0
-            else:
-                rows = self.packing.pack(z0)
-                if not is_fresh:
-                    check_finite(rows, self.options.state_group)
-            state = self._init(rows, self.kernel)
-            if self.options.trace:
-                state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
+        if torch.is_inference_mode_enabled():  # in which torch does not count in-place operations of f
+            with torch.inference_mode(False):
+                return self.begin(z0, is_fresh)
+        if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
+            rows = z0
+        else:
+            rows = self.packing.pack(z0)
+            if not is_fresh:
+                check_finite(rows, self.options.state_group)
+        state = self._init(rows, self.kernel)
+        if self.options.trace:
+            state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
         return state
 
-    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], None]:
-        """Function that runs the iterations `first` ... `until` - 1."""
+    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], int | None]:
+        """Function that runs the iterations `first` ... `until` - 1; it returns the last step's result."""
         last, stop_fn, step = self.solver.max_iter - 1, self.options.stop_fn, None
         before = [] if stop_fn is None else [stopping(stop_fn, self.packing, state)]
         after = [] if state.trace is None else [recording(state)]
 
-        def advance(first: int, until: int) -> None:
+        def advance(first: int, until: int) -> int | None:
             nonlocal step
+            running = None
             for k in range(first, until):
                 value, rows = evaluate()
                 if step is None:
@@ -138,9 +145,10 @@ class Solve:
                     step = self.solver.bind(state)
                 for part in before:
                     rows = part(value, rows, k)
-                step(rows, k, k == last)
+                running = step(rows, k, k == last)
                 for note in after:
                     note()
+            return running
 
         return advance
 
@@ -170,9 +178,10 @@ def solution_of(
 ) -> Solution:
     """Solution of a solve with these results; `residuals` are the relative and the absolute ones."""
     measure = int(solver.is_absolute)
-    traces: Any = (None, None) if trace is None else trace[:evaluations].unbind(1)
-    return Solution(
-        value=packing.unpack(best),
+    traces = (None, None) if trace is None else trace[:evaluations].unbind(1)
+    solution = object.__new__(Solution)
+    solution.__dict__.update(  # at once: a frozen dataclass sets its fields one by one
+        value=best if packing.is_rows else packing.unpack(best),
         status=status,
         iterations=iterations,
         residual=residuals[measure],
@@ -184,6 +193,7 @@ def solution_of(
         trace_rel=traces[0],
         trace_abs=traces[1],
     )
+    return solution
 
 
 def kernel_of(options: Options, device: torch.device) -> Kernel:
