@@ -39,8 +39,11 @@ def iterate(
         running = advance(first, until)
         made, first = made + until - first, until
         if first < max_iter:
-            watch.known = watch.count() if running is None else running
-            done = not watch.known
+            if running is None or watch.is_common:
+                running = watch.count()
+            else:
+                watch.known = running
+            done = not running
             if patience and (done or first % patience == 0):
                 first = watch.resumed(resume(first))
             elif done:
@@ -53,9 +56,10 @@ class Watch:
 
     Attributes:
         every: iterations between two looks at the number.
+        is_common: other processes count too.
     """
 
-    every = 1
+    every, is_common = 1, False
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
@@ -100,10 +104,12 @@ class LateWatch(Watch):
 
 
 class CommonWatch(Watch):
-    """Number on the rank on which most samples run.
+    """Number on the rank on which most samples run. `known` is the number on this rank.
 
     All ranks have begun when a watch exists: the first exchange says that no start was refused.
     """
+
+    is_common = True
 
     def __init__(self, active: Tensor, ranks: InStep) -> None:
         super().__init__(active)
@@ -111,19 +117,10 @@ class CommonWatch(Watch):
         ranks.most(0)
 
     def count(self) -> int:
-        return self.ranks.most(self.active)
+        return self.ranks.most(super().count())
 
     def resumed(self, k: int) -> int:
         return -self.ranks.most(-super().resumed(k))  # the least: a rank without running samples ends its own solve
-
-
-def uncounted(advance: Callable[[int, int], int | None]) -> Callable[[int, int], None]:
-    """`advance` without this rank's number of running samples, so that the watch is asked."""
-
-    def run(first: int, until: int) -> None:
-        advance(first, until)
-
-    return run
 
 
 def watch_of(active: Tensor) -> Watch:

@@ -117,8 +117,8 @@ def run(plan: Plan) -> Solution:
     """
     options = plan.options
     in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
-    in_steps = in_steps or options.lockstep is not None or options.state_group is not None
     in_parts = in_steps or options.groups is not None or options.scale is not None
+    in_parts = in_parts or options.lockstep is not None or options.state_group is not None
     if not in_parts and attribute(plan.cell, "fixed_point") is not None:
         return _by_cell(plan)
     return _by_solver(plan)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +23,8 @@ from ..state.packing import Packing
 from ..state.rows import all_finite
 from ..torch_internals import pytree
 from ..torch_internals.ranks import InStep, Ranks
-from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, uncounted, watch_of, whole
+from ..torch_internals.weights import NOTHING
+from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, watch_of, whole
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
@@ -88,10 +88,12 @@ class Solve:
         is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
         inverse.
         """
-        with torch.no_grad() if self.options.lockstep is None else self._in_step(self.options.lockstep) as ranks:
+        together, parts = self.options.lockstep, self.options.state_group
+        with torch.no_grad(), InStep(together, self.packing.device, parts) if together else NOTHING as ranks:
             state = self.begin(z0, is_fresh)
             watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
-            f, compaction = self.solver.wrap(f, self.packing, state), None
+            f = self.solver.wrap(f, self.packing, state)
+            compaction = None
             if self.options.drop_converged:
                 compaction = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)
             advance = self.body(compaction or whole(f, self.packing, state), state)
@@ -101,17 +103,10 @@ class Solve:
                     compaction.take_all()
                 return self.solver.resume(state, k, self.max_iter)
 
-            advance = advance if ranks is None else uncounted(advance)
             made = iterate(advance, self.max_iter, watch, self.solver.patience, resume)
             if keep is not None:
                 keep(inverse_of(self.packing, self.solver, state))
             return self.end(state, made, made * self.packing.batch if compaction is None else compaction.samples)
-
-    @contextmanager
-    def _in_step(self, ranks: Ranks) -> Iterator[InStep]:
-        """Context of a solve without gradient that these ranks end together."""
-        with torch.no_grad(), InStep(ranks, self.packing.device, self.options.state_group) as together:
-            yield together
 
     def begin(self, z0: Any, is_fresh: bool = False) -> State:
         """State before the first evaluation; ValueError if z0 is not finite."""
