@@ -171,9 +171,13 @@ def _hold(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _can_be_held(module: nn.Module) -> bool:
-    """Return whether this thread does not keep the value yet, and the tensors are there: offloaded ones are on meta."""
+    """Return whether this thread does not keep the value yet, and the whole tensors are there.
+
+    Offloaded ones are on meta. FSDP2 gathers the shards of its units at each evaluation.
+    """
     tensors = chain(module.parameters(), module.buffers())
-    return module not in _thread.held and all(tensor.device.type != "meta" for tensor in tensors)
+    is_there = [tensor.device.type != "meta" and not hasattr(tensor, "placements") for tensor in tensors]
+    return module not in _thread.held and all(is_there)
 
 
 def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
