@@ -38,7 +38,7 @@ class TestTraffic:
     @pytest.mark.parametrize(
         ("solver", "evaluations", "provider", "passes"),
         [
-            (deqfast.Picard(), 20, "cpp", 3 * 19),
+            (deqfast.Picard(), 20, "cpp", 4 * 19 + 1),
             (deqfast.Anderson(), 20, "cpp", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),  # windows of 0 to 5 pairs, then 6
             (deqfast.Anderson(history_dtype=BF16), 20, "cpp", 7 + 8 + 9 + 10 + 11 + 12 + 13 * 13),
             (deqfast.Anderson(history_dtype=BF16), 20, "torchdeq", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),
@@ -49,7 +49,7 @@ class TestTraffic:
         ],
     )
     def test_a_solve(self, solver, evaluations, provider, passes):
-        """The last evaluation is read, with its z, and no step follows."""
+        """The last evaluation is read, with its z, and no step follows. Picard keeps every iterate."""
         assert traffic.solve_passes(solver, evaluations, provider) == passes + 2
 
     def test_others(self):
@@ -251,6 +251,11 @@ def test_gains():
     assert "gains" not in rows[0]  # torchdeq's time is too short compared with f's
     suite.compare(NAMED["solves", name], rows)
     assert rows[0]["gains"] == {"torchdeq": 5} and "gains" not in rows[1]
+    for device, own in (("cpu", {"solver_ms", "floor_ms", "floor_x"}), ("cuda", set())):  # nothing is subtracted there
+        row = {"bytes": 10, "device_ms": 3.0, "evaluations": 2}
+        suite.add_times(row, {"whole": [5e-3, 4e-3], "f": [1e-3]}, 1e9, device)
+        assert (row["ms_min"], row["f_ms"], row["share_of_f"], row["busy"]) == (4.0, 1.0, 3.0, 0.75)
+        assert row.keys() & {"solver_ms", "floor_ms", "floor_x"} == own
 
 
 @pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq"])
