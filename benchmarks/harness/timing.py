@@ -29,10 +29,10 @@ Call = Callable[[], Any]
 
 
 class Graph:
-    """Sequence of `calls` on a GPU without the host; the time is that for `per` of them."""
+    """Sequence of calls on a GPU without the host, at least `least` of them in a graph; the time is that of one."""
 
-    def __init__(self, calls: Sequence[Call], per: float = 1) -> None:
-        calls = [*calls] * -(-CALLS_PER_GRAPH // len(calls))
+    def __init__(self, calls: Sequence[Call], least: int = CALLS_PER_GRAPH) -> None:
+        calls = [*calls] * -(-least // len(calls))
 
         def work() -> None:
             for call in calls:
@@ -41,7 +41,7 @@ class Graph:
         cuda_graph.aside(work)
         self.replay = cuda_graph.capture([work])[0].replay
         self.calls = calls  # kept, because a graph does not keep the tensors that it works on
-        self.share = per / len(calls)
+        self.share = 1 / len(calls)
 
     def __call__(self) -> None:
         self.replay()

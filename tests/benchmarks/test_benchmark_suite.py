@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from correctness import norm_states
-from harness import cases, maps, ops, suite, targets, timing, traffic
+from harness import by_hand, cases, counters, maps, ops, suite, targets, timing, traffic
 from harness.entry import Case, Contender, Skipped, Wrong, check
 from harness.record import RESULTS, read_record
-from harness.solves import FC_ITERATIONS
+from harness.solves import FC_ITERATIONS, solver_name
 
 import deqfast
 from deqfast.ops import Kernel
@@ -205,6 +205,17 @@ def test_what_becomes_of_wrong_and_absent_providers(copy):
             board.run(None, case, provider, providers)
     assert [row["provider"] for row in board.rows] == ["torchdeq", "cuda"]  # what others miss is shown
     assert "ms" not in board.rows[0] and "ms" in measured(case, copy, providers)["torch"]
+
+
+@pytest.mark.parametrize("solver", [cases.SOLVERS[0], cases.SOLVERS[1], cases.SOLVERS[3]], ids=solver_name)
+def test_a_loop_by_hand_makes_the_same_evaluations_without_a_wait(solver):
+    """So that a GPU can capture it."""
+    f, loop = maps.FullyConnected(3, 64), by_hand.loop_of(solver)
+    z0 = torch.zeros_like(f.c)
+    residual, calls = f.residual(loop(f, z0)), f.calls
+    ours = f.residual(deqfast.solve(f, z0, solver).value)
+    assert calls == f.calls - calls == cases.ITERATIONS and residual < 2 * ours  # whose value is the last argument of f
+    assert counters.count(lambda g: loop(g, z0), f, "cpu").host_waits == 0
 
 
 def test_in_turns_takes_turns():
