@@ -76,7 +76,7 @@ def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
 def add_times(row: Row, times: dict[str, list[float]], copy_rate: float, device: str) -> None:
     """Add the columns of times; least times are compared with the least time of the copy in the same rounds.
 
-    On a GPU f's time is that of the device, and is not subtracted: the host hides it, or hides behind it.
+    On a GPU f is timed without the host, and its time is not subtracted: the host's own time may hide it.
     """
     row |= columns_of(times["whole"])
     row["copy_gb_per_s"] = copy_rate / 1e9

@@ -29,7 +29,7 @@ Call = Callable[[], Any]
 
 
 class Graph:
-    """Sequence of calls on a GPU without the host, at least `least` of them in a graph; the time is that of one."""
+    """Sequence of calls on a GPU without the host, at least `least` of them in a graph; the time is of one call."""
 
     def __init__(self, calls: Sequence[Call], least: int = CALLS_PER_GRAPH) -> None:
         calls = [*calls] * -(-least // len(calls))
