@@ -1,7 +1,8 @@
 """Runs on a borrowed GPU: phases of limited time, in calls that continue one another. benchmarks/gpu.sh starts it.
 
 Each phase is a process, so that a hanging kernel costs no other phase. It keeps its rows while it measures, and
-continues after them in a later call. After every phase the archive is written again: it has all records, logs and the table.
+continues after them in a later call. After every phase the archive is written again: it has all records,
+logs and the table.
 """
 
 from __future__ import annotations
