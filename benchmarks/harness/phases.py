@@ -134,6 +134,7 @@ def extension(place: Place) -> Rows:
     if not is_current() and (objects := list((BROUGHT / "lib").rglob("*.so"))):
         how = "brought along"
         for path in objects:
+            (ROOT / "deqfast" / path.name).unlink(missing_ok=True)  # this process has the old one in its memory
             shutil.copy(path, ROOT / "deqfast")
     if not is_current():
         how = "built here"
@@ -197,8 +198,9 @@ def probe(place: Place) -> Rows:
 
 def both(place: Place, case: str, call: Callable[[], Any], calls: int = 200) -> list[Row]:
     """Milliseconds of a call: `host` until it has returned, `device` until the device is done."""
-    if place.small:
-        calls = 2
+    if place.has("probe", case):
+        return []
+    calls = 2 if place.small else calls
     times: dict[str, list[float]] = {"host": [], "device": []}
     for _ in range(5):
         for name, kept in times.items():
@@ -219,6 +221,8 @@ def seconds_of_calls(call: Callable[[], Any], calls: int, device: str, waits: bo
 def passes(place: Place, number: int, small: Tensor) -> list[Row]:
     """Time of one pass of a loop on the device whose body has this many small kernels, from loops of 1 and 101."""
     case, module = f"pass of a loop with {number} kernels", cast(Any, _extension.cuda_module)
+    if place.has("probe", case):
+        return []
     if not hasattr(module, "while_graph"):
         return [row_of("probe", case, "device", skipped="this extension has no loops")]
     left, made = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
@@ -372,31 +376,13 @@ def profile(place: Place) -> Rows:
         yield [row | {"busy": seen.device_ms / row["ms_min"], "kernels": [[name, *told] for name, told in longest]}]
 
 
-def missing(place: Place) -> Rows:
-    """Rows that no record of a GPU has yet."""
-    yield from measured(place, of_sections(place, "fc", "cells"))
-
-
 def study(place: Place) -> Rows:
-    """Steps of the study's two networks, one with captured solves."""
+    """Steps of the study's two networks."""
     sizes, seconds = ((8, 4), 0.1) if place.small else ((64, 128), 15)
     if not place.rows:
         yield study_step.measure(study_step.settings_of(*sizes, place.device), 2 if place.small else 30, seconds)
 
 
-def floors(place: Place) -> Rows:
-    """Steps of the solvers by their bytes; Picard's copies its iterate to `best`."""
-    yield from measured(place, of_sections(place, "ops"))
-
-
-def training(place: Place) -> Rows:
-    yield from measured(place, of_sections(place, "training"))
-
-
-def solves(place: Place) -> Rows:
-    yield from measured(place, of_sections(place, "solves"))
-
-
-def options(place: Place) -> Rows:
-    chosen = of_sections(place, "options", "calls", "nc")
-    yield from measured(place, [case for case in chosen if not case.name.startswith("digits")])
+def sections(place: Place, *names: str) -> Rows:
+    """All cases of sections, except those that train."""
+    yield from measured(place, [case for case in of_sections(place, *names) if not case.name.startswith("digits")])

@@ -26,13 +26,13 @@ def short(small: bool) -> tuple[Phase, ...]:
         Phase("rivals", 90, "claims about a loop by hand and JAX", "harness.phases:rivals"),
         Phase("models", 90, "claims about published models", "harness.phases:published"),
         Phase("profile", 40, "kernels of a training step, and when the device is busy", "harness.phases:profile"),
-        Phase("missing", 60, "limits: rows of fc and of cells", "harness.phases:missing"),
+        Phase("missing", 60, "limits: rows of fc and of cells", "harness.phases:sections:fc:cells"),
         Phase("study", 60, "the target of the study's step", "harness.phases:study"),
-        Phase("floors", 60, "which step is far from its bytes", "harness.phases:floors"),
+        Phase("floors", 60, "which step is far from its bytes", "harness.phases:sections:ops"),
         Phase("compiled", 90, "claims about torchdeq under torch.compile", "harness.phases:compiled_peer"),
-        Phase("training", 120, "layers compared with torchdeq", "harness.phases:training"),
-        Phase("solves", 120, "the other solves", "harness.phases:solves"),
-        Phase("options", 120, "options, calls and metrics", "harness.phases:options"),
+        Phase("training", 120, "layers compared with torchdeq", "harness.phases:sections:training"),
+        Phase("solves", 120, "the other solves", "harness.phases:sections:solves"),
+        Phase("options", 120, "options, calls and metrics", "harness.phases:sections:options:calls:nc"),
     )
 
 

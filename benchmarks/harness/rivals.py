@@ -49,16 +49,16 @@ def elementwise(z: Any, x: Any) -> Any:
 
 
 class Cell(nn.Module):
-    """tanh(linear(z, x)), whose calls from Python are counted."""
+    """tanh(linear(z, (weight, x))), whose calls from Python are counted."""
 
-    def __init__(self, linear: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, linear: Callable[[Any, Any], Any], weight: Tensor) -> None:
         super().__init__()
-        self.linear, self.calls = linear, 0
+        self.linear, self.weight, self.calls = linear, nn.Buffer(weight), 0
 
-    def forward(self, z: Tensor, x: Any) -> Tensor:
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             self.calls += 1
-        return torch.tanh(self.linear(z, x))
+        return torch.tanh(self.linear(z, (self.weight, x)))
 
 
 def rival_case(
@@ -74,12 +74,13 @@ def rival_case(
         generator = torch.Generator().manual_seed(dim)
         weight = torch.randn(dim, dim, generator=generator) if linear is dense else torch.zeros(1, 1)
         x = [weight.mul_(FC_RADIUS / dim**0.5).to(device), torch.randn(batch, dim, generator=generator).to(device)]
-        z0, cell = torch.zeros(batch, dim, device=device), Cell(linear)
+        z0, cell = torch.zeros(batch, dim, device=device), Cell(linear, x[0])
         facts: Row = {}
         if provider in JAX:
             solve, facts["evaluations"] = jax_solve(provider, solver, linear, x, z0)
         else:
-            solve = torch.no_grad()(torch_solve(provider, solver, cell, tuple(x), z0))
+            solve = torch.no_grad()(torch_solve(provider, solver, cell, x[1], z0))
+        solve()  # which may compile or capture
         cell.calls = 0
         value = torch.from_numpy(numpy.asarray(solve() if provider in JAX else solve().cpu()).copy()).double()
         if cell.calls:
@@ -88,7 +89,7 @@ def rival_case(
         if provider in (*OWN, BY_HAND):
             check("relative residual", residual, APPROACHED[type(solver)])
         if device == "cuda" and provider not in JAX:
-            facts |= asked(lambda f: solve(), z0, solver.max_iter)
+            facts |= asked(lambda f: solve(), None, solver.max_iter, device)
         if device == "cuda" and provider == BY_HAND:
             solve = Graph([solve], least=1)
         repeats = 20 if device == "cpu" and batch * dim < SHORT else 1
@@ -99,7 +100,7 @@ def rival_case(
     return Case("rivals", name, (*OWN, *THEIRS), THEIRS, contender, devices=devices)
 
 
-def torch_solve(provider: str, solver: Any, cell: Cell, x: Any, z0: Tensor) -> Callable[[], Any]:
+def torch_solve(provider: str, solver: Any, cell: Cell, x: Tensor, z0: Tensor) -> Callable[[], Any]:
     """Solve by deqfast, by torchdeq or silva-networks, or by hand."""
     if provider == "packaged":
         return packaged(cell, solver, x, z0)

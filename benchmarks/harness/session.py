@@ -39,8 +39,8 @@ class Phase:
     """A phase of a run.
 
     seconds: its budget in one call. decides: what depends on its result. work: "module:function" of a function from
-    ``phases.Place`` to an iterator of lists of rows, or a command, in which "python" is this interpreter. always: it
-    runs in every call, for instance because a machine is new.
+    ``phases.Place``, and the words after further colons, to an iterator of lists of rows; or a command, in which
+    "python" is this interpreter. always: it runs in every call, for instance because a machine is new.
     """
 
     name: str
@@ -168,12 +168,12 @@ def work(target: str, record: Path, small: bool) -> None:
     from .phases import Place, conclusions
     from .record import read_record, write_record
 
-    module, name = target.split(":")
+    module, name, *names = target.split(":")
     function = getattr(importlib.import_module(module), name)
     part = record.with_name(record.name + ".part")
     place = Place("cpu" if small else "cuda", small, read_record(part)["rows"] if part.is_file() else [])
     write_record(part, place.rows, place.device, "the phase has not come to its end")
-    for rows in function(place):
+    for rows in function(place, *names):
         place.rows += rows
         write_record(part, place.rows, place.device, "the phase has not come to its end")
         for row in rows:

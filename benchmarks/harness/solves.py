@@ -36,9 +36,9 @@ def solver_name(solver: Any) -> str:
     return f"{kind}{solver.history_size or solver.max_iter}{history}"
 
 
-def asked(call: Any, f: Any, evaluations: int) -> Row:
+def asked(call: Any, f: Any, evaluations: int, device: str) -> Row:
     """Columns of the counters of `call(f)`; launches are per evaluation, on a CPU without those of f."""
-    if not f.c.is_cuda:
+    if device == "cpu":
         counters = count(call, f, "cpu")
         launches, waits, peak = counters.operations, counters.host_waits, counters.peak_bytes
     else:
@@ -119,7 +119,7 @@ def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", *
             "evaluations": evaluations,
             "residual": residual,
             "bytes": round(traffic.solve_passes(solver, evaluations, kernel) * z0.nbytes),
-            **asked(solve, f, evaluations),
+            **asked(solve, f, evaluations, device),
         }
         return Contender(solve, facts, Graph([f_alone]) if device == "cuda" else f_alone)
 
@@ -154,6 +154,6 @@ def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> 
         check("relative residual", residual, FC_APPROACHED)
         evaluations = f.calls if provider == PEER else FC_ITERATIONS
         facts = {"evaluations": evaluations, "residual": residual}  # f too: it is inside fc_fixed_point
-        return Contender(solve, facts | asked(lambda g: solve(), f, evaluations))
+        return Contender(solve, facts | asked(lambda g: solve(), f, evaluations, device))
 
     return Case("fc", f"fc-solve-{batch}x{dim}-{dtype}", (*KERNELS, PEER), (PEER,), contender)
