@@ -1,10 +1,11 @@
-"""``get_deq(cuda_graph=True)``: functions that are new in every call are captured once, as in test_graphs."""
+"""Captured solves of other callers, as in test_graphs: ``get_deq(cuda_graph=True)``, and the benchmarks."""
 
 import copy
 import pickle
 
 import pytest
 import torch
+from harness import cases, phases
 from test_graphs import DEVICE, recorded  # noqa: F401  # a fixture for every test
 from torch import nn
 
@@ -82,3 +83,16 @@ def test_refusals(options, given, message):
         Model(cuda_graph=True, **options)(inputs(0), **given)
     with pytest.raises(ValueError, match="cuda_graph must be one of False, True, got 'whole'"):
         get_deq(cuda_graph="whole")
+
+
+@pytest.mark.parametrize("solver", cases.SOLVERS, ids=str)
+def test_the_benchmarks_compare_bits_of_replays(solver, monkeypatch):
+    monkeypatch.setattr(phases, "GRAPHS", ("torch-graph",))
+    place = phases.Place(DEVICE, True, [])
+    asked = solver.__class__(1e-2, 19)
+    for each in (solver, asked):
+        assert phases.same_bits(place, each, (3, 32), "torch-graph").keys() == {"evaluations"}
+    run = phases.deqfast.solve
+    off = lambda f, z0, *given: run(lambda z: f(z) * (1 + 1e-7), z0, *given)  # noqa: E731
+    monkeypatch.setattr(phases.deqfast, "solve", off)
+    assert phases.same_bits(place, asked, (3, 32), "torch-graph")["fault"].startswith("other bits of value")

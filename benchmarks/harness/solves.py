@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import deqfast
+from deqfast.engine.plan import Plan, run
 from deqfast.engine.runners.one_launch import has_kernel
-from deqfast.engine.solve import Options
+from deqfast.engine.solve import Options, Solves
 
 from . import traffic
 from .counters import count, memory, profiled
@@ -72,7 +73,7 @@ class Replays:
     """
 
     def __init__(self, solver: Any, kernel: str) -> None:
-        self.options = Options(solver=solver, kernel=kernel)
+        self.options, self.solves = Options(solver=solver, kernel=kernel), Solves()
         self.blocks: dict[Any, Any] = {}
         self.last: Any = None
 
@@ -80,7 +81,8 @@ class Replays:
         if f not in self.blocks:
             self.blocks[f] = deqfast.DEQBlock(MapCell(f), self.options.solver, cuda_graph=True)
         block: Any = self.blocks[f]
-        self.last = block.graphs.solve(block.cell, f.c, z0, self.options)
+        given: Any = {"options": self.options, "solves": self.solves, "graphs": block.graphs, "on_backward": None}
+        self.last = run(Plan(cell=block.cell, x=f.c, z0=z0, **given))
         return self.last.value
 
 
