@@ -255,7 +255,8 @@ def measure(
                 del steps[GRAPH]["evaluations"]  # a replay calls nothing
             except Exception as error:  # it must not cost the others their rows
                 del ones[GRAPH]
-                rows.append(told | {"provider": GRAPH, "fault": f"{type(error).__name__}: {error}"})
+                kind = "skipped" if "cuda_graph" in str(error) else "fault"  # the former: refused with a reason
+                rows.append(told | {"provider": GRAPH, kind: f"{type(error).__name__}: {error}"})
         trained = in_turns({provider: one.train for provider, one in ones.items()}, **turns)
         for one in ones.values():
             one.model.eval()

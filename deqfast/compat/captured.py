@@ -100,7 +100,7 @@ class Reads:
 
 
 class Calls(nn.Module):
-    """Cell of the calls with equal keys; x: that of the plan, and the contents of the places."""
+    """Cell of the calls with equal keys; x: the x of the plan, and the contents of the places."""
 
     def __init__(self, reads: Reads, relaxation: float) -> None:
         super().__init__()
