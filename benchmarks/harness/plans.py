@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from .session import Phase
 
@@ -38,8 +39,9 @@ def short(small: bool) -> tuple[Phase, ...]:
 
 def checks(small: bool) -> tuple[Phase, ...]:
     """The second run: tests and sanitizers."""
-    os.environ["DEQFAST_REQUIRE"] = "" if small else "cuda,triton"  # else tests without a GPU would be skipped
-    pytest: Words = ("python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
+    required = "DEQFAST_REQUIRE=" + ("" if small else "cuda,triton")  # else tests without a GPU would be skipped
+    pytest: Words = ("env", required, "python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
+    pytest += ("-n", str(min(os.cpu_count() or 1, 12))) if find_spec("xdist") and not small else ()
     look: Words = ("python", "benchmarks/first_look.py", "--few", "--kernel")
     chosen, ignored = "(cuda or triton) and not emulated", tuple(f"--ignore=tests/{path}" for path in ELSEWHERE)
     smoke: Words = ("env", "DEQFAST_SMOKE=1", *pytest, *OPS, "-k", chosen)

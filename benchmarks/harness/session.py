@@ -27,6 +27,9 @@ import recording
 ROOT = Path(__file__).resolve().parents[2]
 BROUGHT = ROOT / "build" / "gpu"  # what `bring` makes: lib, objects of the extension; site, packages
 ARCHIVE, TABLE, STATE = "gpu.tar.gz", "table.txt", "state.json"
+# Pure Python, or for every Python: the other machine's may be another one.
+PACKAGES = "torchdeq jaxopt pytest pytest-timeout pytest-xdist execnet pluggy iniconfig hypothesis sortedcontainers "
+PACKAGES += "torchmetrics lightning-utilities einops setuptools ninja"
 MOST_SECONDS = 560  # of a call
 RESERVE = 6  # seconds of a call for its last archive
 FEWEST_SECONDS = 10  # with fewer left, a phase is not begun
@@ -185,15 +188,16 @@ def work(target: str, record: Path, small: bool) -> None:
 
 
 def bring() -> None:
-    """Build the extension for sm_90, and install packages without their own requirements, for a machine without them.
+    """Build the extension for sm_90, install packages without their own requirements, and copy clones of models.
 
     Needs nvcc, a C++ compiler and a package registry, but no GPU.
     """
     environment = os.environ | {"DEQFAST_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0"}
     build = [sys.executable, "setup.py", "build_ext", "--build-lib", str(BROUGHT / "lib")]
     subprocess.run(build, cwd=ROOT, env=environment, check=True)
-    packages = ("torchdeq", "jaxopt", "pytest", "pytest-timeout", "pytest-benchmark", "hypothesis", "torchmetrics")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(BROUGHT / "site")]
-    subprocess.run([*install, *packages], check=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target"]
+    subprocess.run([*install, str(BROUGHT / "site"), *PACKAGES.split()], check=True)
+    if clones := os.environ.get("DEQFAST_MODELS"):
+        shutil.copytree(clones, BROUGHT / "models", dirs_exist_ok=True)
     size = sum(path.stat().st_size for path in BROUGHT.rglob("*") if path.is_file())
     print(f"take these along: {BROUGHT.relative_to(ROOT)} ({size >> 20} MB)")
