@@ -418,11 +418,15 @@ def steps(results: Results) -> Table:
     )
 
 
+WITHOUT_TIMES = ("extension", "first look", "bits", "profile")  # sections of phases of gpu.sh
+
+
 def on_gpus(results: Results) -> list[Table]:
-    """The rows of each kind of GPU; of several runs of a case, its newest."""
+    """The timed rows of each kind of GPU; of several runs of a case, its newest."""
     kinds: dict[str, dict[tuple[str, str, str], Row]] = {}
     for record in sorted(results.on_gpu(True), key=lambda one: one.date):
-        rows = {(row["section"], row["case"], row["provider"]): row for row in record.rows}
+        timed = [row for row in record.rows if row["section"] not in WITHOUT_TIMES]
+        rows = {(row["section"], row["case"], row["provider"]): row for row in timed}
         kinds.setdefault(record.machine["gpu"], {}).update(rows)
     return [table(list(rows.values()), gpu) for gpu, rows in kinds.items()]
 

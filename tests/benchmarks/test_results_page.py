@@ -89,7 +89,8 @@ def test_targets_of_a_gpu_are_judged_by_the_better_kernel():
 def test_of_several_runs_on_a_gpu_the_newest_is_shown_and_all_are_judged():
     row = {"section": "ops", "case": "anderson-m6-bf16-step-128x8192", "provider": "cuda", "ms": 0.019}
     other = row | {"provider": "triton", "ms": 0.03}
-    newest = replace(record([row], gpu="NVIDIA H200", threads=1), date="2026-11-27")
+    found = {"section": "bits", "case": "picard", "provider": "cuda-graph"}  # without a time
+    newest = replace(record([row, found], gpu="NVIDIA H200", threads=1), date="2026-11-27")
     older = replace(record([row | {"ms": 0.021}, other], gpu="NVIDIA H200"), date="2026-11-26")
     (table,) = report.on_gpus(report.Results([newest, older]))
     assert table.title == "NVIDIA H200" and {line["time"] for line in table.rows} == {"19.0 µs", "30.0 µs"}
