@@ -6,9 +6,9 @@ that memory before each replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..torch_internals import pytree
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-@dataclass
 class Reads:
     """What a function reads through its closure.
 
@@ -36,35 +35,37 @@ class Reads:
         held: objects that the key knows by their identity.
     """
 
-    key: list[Any] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
-    places: list[CellType | tuple[nn.Module, str]] = field(default_factory=list)
-    held: list[Any] = field(default_factory=list)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.key: list[Any] = []
+        self.modules: list[nn.Module] = []
+        self.places: list[CellType | tuple[nn.Module, str]] = []
+        self.held: list[Any] = []
+        self._add(function, set())
 
-    def of(self, value: Any) -> None:
-        """Add what a function, a module or an object reads."""
+    def _add(self, value: Any, seen: set[int]) -> None:
+        """Add what a function, a module or another object reads."""
+        is_new = id(value) not in seen
+        seen.add(id(value))
         if isinstance(value, _PLAIN):
             self.key.append((type(value), value))
-            return
-        known = id(value) in map(id, self.held)
-        self.held.append(value)
-        if isinstance(value, MethodType):
-            self.of(value.__func__)
-            self.of(value.__self__)
+        elif isinstance(value, MethodType):
+            self._add(value.__func__, seen)
+            self._add(value.__self__, seen)
         elif isinstance(value, FunctionType):
             self.key.append(value.__code__)
             for content in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-                self.of(content)
-            for cell in () if known else value.__closure__ or ():
-                self._of_cell(cell)
+                self._add(content, seen)
+            for cell in value.__closure__ or () if is_new else ():
+                self._add_cell(cell, seen)
         else:
             self.key.append(id(value))
-            if isinstance(value, nn.Module) and not known:
+            self.held.append(value)
+            if isinstance(value, nn.Module) and is_new:
                 self.modules.append(value)
                 for module in value.modules():
                     self.places += [(module, name) for name, held in vars(module).items() if isinstance(held, Tensor)]
 
-    def _of_cell(self, cell: CellType) -> None:
+    def _add_cell(self, cell: CellType, seen: set[int]) -> None:
         try:
             leaves, spec = pytree.tree_flatten(cell.cell_contents)
         except ValueError:  # nothing is assigned yet
@@ -73,30 +74,15 @@ class Reads:
         self.places += [cell] * any(isinstance(leaf, Tensor) for leaf in leaves)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                self.of(leaf)
+                self._add(leaf, seen)
 
-    def values(self) -> list[Any]:
-        """Contents of the places."""
-        return [
-            place.cell_contents if isinstance(place, CellType) else vars(place[0])[place[1]] for place in self.places
-        ]
-
-    @contextmanager
-    def replaced(self, values: list[Any]) -> Iterator[None]:
-        """Context in which the places have other contents."""
-        before = self.values()
-        self._put(values)
-        try:
-            yield
-        finally:
-            self._put(before)
-
-    def _put(self, values: list[Any]) -> None:
-        for place, value in zip(self.places, values, strict=True):
-            if isinstance(place, CellType):
-                place.cell_contents = value
-            else:
-                vars(place[0])[place[1]] = value
+    def swap(self, values: list[Any] | None = None) -> list[Any]:
+        """Contents of the places, which get these `values`, if given."""
+        owners = [(place, "cell_contents") if isinstance(place, CellType) else place for place in self.places]
+        before = [getattr(owner, name) for owner, name in owners]
+        for (owner, name), value in zip(owners, values or (), strict=False):
+            owner.__dict__.__setitem__(name, value) if isinstance(owner, nn.Module) else setattr(owner, name, value)
+        return before
 
 
 class Calls(nn.Module):
@@ -105,15 +91,16 @@ class Calls(nn.Module):
     def __init__(self, reads: Reads, relaxation: float) -> None:
         super().__init__()
         self.reached, self.held, self.relaxation = nn.ModuleList(reads.modules), reads.held, relaxation
-        self.latest: tuple[Callable[[Any, Any], Any], Reads]
+        self.present: Any = None  # the plan's cell and what it reads, during a call
 
     def forward(self, z: Any, x: Any) -> Any:
-        (cell, reads), tau = self.latest, self.relaxation
-        with reads.replaced(x[1]):
+        (cell, reads), tau = self.present, self.relaxation
+        before = reads.swap(x[1])
+        try:
             value = cell(z, x[0])
-        if tau == 1.0:
-            return value
-        return pytree.tree_map(lambda y, z: tau * y + (1 - tau) * z, value, z)
+        finally:
+            reads.swap(before)
+        return value if tau == 1.0 else pytree.tree_map(lambda y, z: tau * y + (1 - tau) * z, value, z)
 
 
 class Captures:
@@ -121,28 +108,31 @@ class Captures:
 
     def __init__(self) -> None:
         self._calls: dict[Any, tuple[Calls, Graphs]] = {}
+        self._alone = threading.RLock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_calls": {}}
+    def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
+        return Captures, ()
 
     def solve(self, plan: Plan, relaxation: float, ends_in_f: bool) -> tuple[Any, Solution]:
         """The value that torchdeq's solver returns, f at the best iterate or the iterate itself; and the Solution."""
-        reads = Reads()
-        reads.of(plan.cell)
-        key = *reads.key, relaxation
-        if key not in self._calls:
-            while len(self._calls) >= MAX_GRAPHS:
-                self._calls.pop(next(iter(self._calls)))
-            calls = Calls(reads, relaxation)
-            self._calls[key] = calls, Graphs(calls, True)
-        calls, graphs = self._calls[key]
-        calls.latest, x = (plan.cell, reads), (plan.x, reads.values())
-        with torch.no_grad():
-            solution = run(replace(plan, cell=calls, x=x, graphs=graphs))
-            if not ends_in_f:
-                return solution.value, solution
-            broken = solution.status == Status.NONFINITE
-            values = Packing(plan.z0).check_value(calls(solution.value, x))
+        reads = Reads(plan.cell)
+        key, x = (*reads.key, relaxation), (plan.x, reads.swap())
+        with self._alone, torch.no_grad():
+            if key not in self._calls:
+                while len(self._calls) >= MAX_GRAPHS:
+                    self._calls.pop(next(iter(self._calls)))
+                calls = Calls(reads, relaxation)
+                self._calls[key] = calls, Graphs(calls, True)
+            calls, graphs = self._calls[key]
+            calls.present = plan.cell, reads
+            try:
+                solution = run(replace(plan, cell=calls, x=x, graphs=graphs))
+                values = Packing(plan.z0).check_value(calls(solution.value, x)) if ends_in_f else []
+            finally:
+                calls.present = None  # the closure would keep the graph of this training step
+        if not ends_in_f:
+            return solution.value, solution
         leaves, spec = pytree.tree_flatten(solution.value)
+        broken = solution.status == Status.NONFINITE
         kept = [torch.where(per_row(broken, z), z, y.to(z.dtype)) for y, z in zip(values, leaves, strict=True)]
         return pytree.tree_unflatten(kept, spec), solution
