@@ -358,8 +358,11 @@ def profile(place: Place) -> Rows:
         return found[name].contender(provider, place.device).call
 
     calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {of: partial(call_of, *of) for of in wanted}
-    settings = study_step.settings_of(64, 128, place.device)
-    calls["study, width 64, batch 128", "deq"] = lambda: study_step.steppers_of(settings)["deq"].step
+
+    def study_step_call() -> Callable[[], Any]:
+        return study_step.steppers_of(study_step.settings_of(64, 128, place.device))["deq"].step
+
+    calls["study, width 64, batch 128", "deq"] = study_step_call
     for (name, provider), make in {} if place.small else calls.items():
         if place.has("profile", name, provider):
             continue
