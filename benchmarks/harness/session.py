@@ -1,8 +1,8 @@
 """Runs on a borrowed GPU: phases of limited time, in calls that continue one another. benchmarks/gpu.sh starts it.
 
 Each phase is a process, so that a hanging kernel costs no other phase. It keeps its rows while it measures, and
-continues after them in a later call. After every phase the archive is written again: it has all records,
-logs and the table.
+continues after them in a later call. After every phase the archive is written again: it has all records, logs and the
+table.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Session:
     def call(self, seconds: float, only: Sequence[str] = ()) -> int:
         """Run unfinished phases, those with the fewest tries first; status 1 if one failed or found a fault."""
         deadline = time.monotonic() + min(seconds, MOST_SECONDS) - RESERVE
-        chosen = [phase for phase in self.phases if phase.name in only or not (only or self.is_done(phase))]
+        chosen = [
+            phase for phase in self.phases if phase.name in only or phase.always or not (only or self.is_done(phase))
+        ]
         begun = []
         try:
             for phase in sorted(chosen, key=lambda phase: (not phase.always, self.tries(phase))):
@@ -118,10 +120,9 @@ class Session:
                 end(process)
                 entry["seconds"] = round(time.monotonic() - started, 1)
                 recording.write_bytes(self.out / STATE, json.dumps(self.state, indent=1).encode())
-        for line in (
-            self.decisions(phase.name) if entry["outcome"] != "failed" else self.log(phase.name).splitlines()[-15:]
-        ):
-            print(f"  {line}", flush=True)
+        failed = entry["outcome"] == "failed"
+        lines = self.log(phase.name).splitlines()[-15:] if failed else self.decisions(phase.name)
+        print(*(f"  {line}" for line in lines), sep="\n", flush=True)
         self.archive()
 
     def log(self, name: str) -> str:
@@ -176,13 +177,16 @@ def work(target: str, record: Path, small: bool) -> None:
     part = record.with_name(record.name + ".part")
     place = Place("cpu" if small else "cuda", small, read_record(part)["rows"] if part.is_file() else [])
     write_record(part, place.rows, place.device, "the phase has not come to its end")
-    for rows in function(place, *names):
-        place.rows += rows
-        write_record(part, place.rows, place.device, "the phase has not come to its end")
-        for row in rows:
-            print(json.dumps(row), flush=True)
-    for line in conclusions(place.rows):
-        print(DECISION + line, flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is known is told
+    try:
+        for rows in function(place, *names):
+            place.rows += rows
+            write_record(part, place.rows, place.device, "the phase has not come to its end")
+            for row in rows:
+                print(json.dumps(row), flush=True)
+    finally:
+        for line in conclusions(place.rows):
+            print(DECISION + line, flush=True)
     write_record(part, place.rows, place.device)
     os.replace(part, record)
 
