@@ -122,8 +122,16 @@ def clone_of(repository: str, root: Path | None) -> Path:
 
 def in_place_of_torchdeq() -> dict[str, Any]:
     """What ``import torchdeq`` and imports of its submodules find: their counterparts in ``deqfast.compat``."""
-    names = [name for name in sys.modules if name.partition(".")[0] == "torchdeq"]
-    return {name: importlib.import_module(name.replace("torchdeq", "deqfast.compat", 1)) for name in names}
+    import torchdeq
+
+    names = [name for name in sys.modules if name.startswith("torchdeq.")]
+    stands = {name: importlib.import_module(name.replace("torchdeq", "deqfast.compat", 1)) for name in names}
+    # Not deqfast.compat itself, which looks for other names in torchdeq: it would find itself.
+    stands["torchdeq"] = ModuleType("torchdeq")
+    own = {name: getattr(compat, name) for name in compat.__all__}
+    own |= {name.partition(".")[2]: stands[name] for name in names if name.count(".") == 1}
+    vars(stands["torchdeq"]).update(vars(torchdeq) | own)
+    return stands
 
 
 def imported(folder: Path, file: str, provider: str) -> Module:
