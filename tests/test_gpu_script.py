@@ -9,6 +9,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import phases
@@ -133,6 +134,32 @@ def test_conclusions_name_faults_predictions_targets_and_go_or_no_go():
     assert any(line.startswith("met picard-128x8192") and line.endswith(": 0.45") for line in told)
     slow = list(phases.conclusions([row("probe", "pass of a loop with 2 kernels", "device", ms=0.05)]))
     assert slow[-1].startswith("a body holds four iterations")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "how", "content"),
+    [([0], "found", "old"), ([1, 0], "brought along", "new"), ([1, 1, 0, 0], "built here", "new")],
+)
+def test_objects_of_other_sources_are_replaced_by_those_brought_along_or_built(
+    statuses, how, content, tmp_path, monkeypatch
+):
+    """statuses: of the processes that compare the sources, and of a build."""
+    for path, text in (("deqfast/_C_cuda.so", "old"), ("gpu/lib/deqfast/_C_cuda.so", "new")):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(phases, "ROOT", tmp_path)
+    monkeypatch.setattr(phases, "BROUGHT", tmp_path / "gpu")
+    monkeypatch.setattr(phases.torch.cuda, "get_device_capability", lambda: (9, 0))
+    ran, left = [], iter(statuses)
+
+    def run(command, **given):
+        ran.append(command)
+        return SimpleNamespace(returncode=next(left))
+
+    monkeypatch.setattr(phases.subprocess, "run", run)
+    ((row,),) = phases.extension(phases.Place("cuda", False, []))
+    assert row["provider"] == how and (tmp_path / "deqfast/_C_cuda.so").read_text() == content
+    assert len(ran) == len(statuses) and any("build_ext" in words for words in ran) == (how == "built here")
 
 
 def test_every_phase_exists_and_the_first_ones_fit_a_call():

@@ -130,13 +130,13 @@ def extension(place: Place) -> Rows:
     def is_current() -> bool:
         return not subprocess.run([sys.executable, "-c", current], cwd=ROOT, check=False).returncode
 
-    how = "found"
-    if not is_current() and (objects := list((BROUGHT / "lib").rglob("*.so"))):
-        how = "brought along"
+    how, is_right = "found", is_current()
+    if not is_right and (objects := list((BROUGHT / "lib").rglob("*.so"))):
         for path in objects:
             (ROOT / "deqfast" / path.name).unlink(missing_ok=True)  # this process has the old one in its memory
             shutil.copy(path, ROOT / "deqfast")
-    if not is_current():
+        how, is_right = "brought along", is_current()
+    if not is_right:
         how = "built here"
         arch = "{}.{}".format(*torch.cuda.get_device_capability())
         build = os.environ | {"DEQFAST_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": arch}
