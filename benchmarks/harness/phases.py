@@ -29,7 +29,7 @@ from .session import BROUGHT, ROOT
 from .solves import PEER, Replays, solver_name
 from .suite import columns_of, measure
 from .targets import ITERATED, verdicts
-from .timing import Copy, in_turns, wait
+from .timing import Copy, captured, in_turns, wait
 
 SECONDS = 1.5  # of the rounds of a case
 FAULT = "FAULT"
@@ -156,8 +156,6 @@ def probe(place: Place) -> Rows:
     yield both(place, "item()", count.item)
     if device != "cuda":
         return
-    from deqfast.engine.runners import cuda_graph
-
     pinned, event = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.Event()
 
     def copy() -> None:
@@ -180,8 +178,8 @@ def probe(place: Place) -> Rows:
             small.mul_(0.9)
 
     for number in (1, 2, 4, 8, 16, 32, 64, 128):
-        yield both(place, f"graph of {number} kernels", cuda_graph.capture([partial(times, number)])[0].replay)
-    several = cuda_graph.capture([partial(times, 4)] * 10)
+        yield both(place, f"graph of {number} kernels", captured(partial(times, number)).replay)
+    several = [captured(partial(times, 4)) for _ in range(10)]
 
     def in_turn(looks: bool) -> None:
         for graph in several:
@@ -226,7 +224,7 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
     if not hasattr(module, "while_graph"):
         return [row_of("probe", case, "device", skipped="this extension has no loops")]
     left, made = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
-    pool, kept, seconds = torch.cuda.graph_pool_handle(), [], {}
+    kept, seconds = [], {}
     for length in (1, 101):
 
         def begin(length: int = length) -> None:
@@ -238,7 +236,7 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
                 small.mul_(0.9)
             left.sub_(1)
 
-        graphs = [raw(part, pool) for part in (begin, body)]
+        graphs = [captured(part, keep_graph=True) for part in (begin, body)]
         addresses = [graph.raw_cuda_graph() for graph in graphs]
         loop = module.while_graph(*addresses, 0, left.data_ptr(), made.data_ptr(), 1 << 20)
         launch = partial(module.launch_graph, loop, torch.cuda.current_stream().cuda_stream)
@@ -249,19 +247,6 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
         seconds[length] = [seconds_of_calls(launch, 50, "cuda", True) for _ in range(5)]
     each = [(long - short) / 100 for long, short in zip(seconds[101], seconds[1], strict=True)]
     return [row_of("probe", case, "device", **columns_of(each))]
-
-
-def raw(work: Callable[[], None], pool: Any) -> Any:
-    """Graph of `work` that can become a part of another."""
-    graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        work()
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph
 
 
 def first_look(place: Place) -> Rows:

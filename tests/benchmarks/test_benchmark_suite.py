@@ -25,8 +25,7 @@ QUICK = {"rounds": 1, "seconds": 0.1}
 
 def test_a_graph_holds_the_tensors_that_its_calls_work_on(monkeypatch):
     """Without them, a replay would use memory that belongs to others by then."""
-    monkeypatch.setattr(timing.cuda_graph, "aside", lambda work: work())
-    monkeypatch.setattr(timing.cuda_graph, "capture", lambda works: [SimpleNamespace(replay=None)])
+    monkeypatch.setattr(timing, "captured", lambda work: SimpleNamespace(replay=work()))
     tensor = torch.zeros(3)
     held = weakref.ref(tensor)
     graph = timing.Graph([partial(tensor.add_, 1)])
@@ -237,8 +236,7 @@ def test_in_turns_gives_up_rounds_but_not_the_fewest():
 
 def test_kernels_on_a_gpu_take_turns_among_buffers_and_what_has_a_host_keeps_it(monkeypatch):
     made, event = [], SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 60.0)
-    graphs = {"aside": lambda work: work(), "capture": lambda works: [SimpleNamespace(replay=work) for work in works]}
-    monkeypatch.setattr(timing, "cuda_graph", SimpleNamespace(**graphs))
+    monkeypatch.setattr(timing, "captured", lambda work: work() or SimpleNamespace(replay=work))
     monkeypatch.setattr(torch.cuda, "Event", lambda **given: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(suite, "buffers", lambda nbytes: 3)
