@@ -177,7 +177,7 @@ def work(target: str, record: Path, small: bool) -> None:
     part = record.with_name(record.name + ".part")
     place = Place("cpu" if small else "cuda", small, read_record(part)["rows"] if part.is_file() else [])
     write_record(part, place.rows, place.device, "the phase has not come to its end")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is known is told
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a stopped phase states its conclusions
     try:
         for rows in function(place, *names):
             place.rows += rows
