@@ -27,7 +27,7 @@ import recording
 ROOT = Path(__file__).resolve().parents[2]
 BROUGHT = ROOT / "build" / "gpu"  # what `bring` makes: lib, objects of the extension; site, packages
 ARCHIVE, TABLE, STATE = "gpu.tar.gz", "table.txt", "state.json"
-# Pure Python, or for every Python: the other machine's may be another one.
+PYTHON = "3.12"  # of the other machine
 PACKAGES = "torchdeq jaxopt pytest pytest-timeout pytest-xdist execnet pluggy iniconfig hypothesis sortedcontainers "
 PACKAGES += "torchmetrics lightning-utilities einops setuptools ninja"
 MOST_SECONDS = 560  # of a call
@@ -108,9 +108,15 @@ class Session:
         entry = self.state.setdefault(phase.name, {"tries": 0})
         entry |= {"outcome": "stopped", "tries": entry["tries"] + 1}
         print(f"{phase.name}, at most {seconds:.0f} s", flush=True)
+        paths = [os.environ.get("PYTHONPATH", ""), *[str(BROUGHT / "site")] * (not self.small)]
         with path.open("a" if phase.always else "w") as log:
             process = subprocess.Popen(
-                phase.command(self.out, self.small), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+                phase.command(self.out, self.small),
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
             try:
                 entry["outcome"] = "failed" if process.wait(seconds) else "ok"
@@ -199,8 +205,9 @@ def bring() -> None:
     environment = os.environ | {"DEQFAST_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0"}
     build = [sys.executable, "setup.py", "build_ext", "--build-lib", str(BROUGHT / "lib")]
     subprocess.run(build, cwd=ROOT, env=environment, check=True)
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target"]
-    subprocess.run([*install, str(BROUGHT / "site"), *PACKAGES.split()], check=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--no-compile"]
+    install += ["--only-binary", ":all:", "--python-version", PYTHON, "--target", str(BROUGHT / "site")]
+    subprocess.run([*install, *PACKAGES.split()], check=True)
     if clones := os.environ.get("DEQFAST_MODELS"):
         shutil.copytree(clones, BROUGHT / "models", dirs_exist_ok=True)
     size = sum(path.stat().st_size for path in BROUGHT.rglob("*") if path.is_file())
