@@ -161,15 +161,13 @@ def imported(folder: Path, file: str, provider: str) -> Module:
 
 @contextmanager
 def on_device(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """New tensors are of this device and dtype. Some models choose CUDA by themselves, even without a GPU."""
+    """New tensors are of this dtype. Some models choose CUDA by themselves, even without a GPU."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         if device == "cpu":
             stack.enter_context(patch.object(torch.cuda, "is_available", lambda: False))
             stack.enter_context(patch.object(torch.Tensor, "cuda", lambda tensor: tensor))
             stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "0.0"))
-        else:
-            stack.enter_context(torch.device(device))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.callback(torch.set_default_dtype, before)
@@ -184,10 +182,10 @@ def options_of(flags: str) -> argparse.Namespace:
     return parser.parse_args(flags.split())
 
 
-def built(model: Model, folder: Path, provider: str) -> Built:
-    """The model with a provider's layer; raises ``Skipped`` if a package is missing."""
+def built(model: Model, folder: Path, provider: str, device: str = "cpu") -> Built:
+    """The model with a provider's layer and its data, on a device; raises ``Skipped`` if a package is missing."""
     captured = patch.object(compat, "get_deq", partial(compat.get_deq, cuda_graph=True))
-    with captured if provider == GRAPH else nullcontext():
+    with captured if provider == GRAPH else nullcontext(), torch.device(device):  # which would cost time in each call
         try:
             file = imported(folder, model.file, provider)
         except ModuleNotFoundError as missing:
@@ -254,11 +252,11 @@ def measure(
     turns: dict[str, Any] = {"device": device, "rounds": rounds, "seconds": seconds}
     rows: list[Row] = []
     with on_device(device, model.dtype):
-        ones = {provider: built(model, folder, provider) for provider in (PEER, OURS)}
+        ones = {provider: built(model, folder, provider, device) for provider in (PEER, OURS)}
         steps = {provider: watched_step(one) for provider, one in ones.items()}
         if device == "cuda" and model.solves:
             try:
-                ones[GRAPH] = built(model, folder, GRAPH)
+                ones[GRAPH] = built(model, folder, GRAPH, device)
                 steps[GRAPH] = watched_step(ones[GRAPH])
                 del steps[GRAPH]["evaluations"]  # a replay calls nothing
             except Exception as error:  # it must not cost the others their rows
