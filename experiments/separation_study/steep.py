@@ -254,4 +254,5 @@ STEEP = of_module(
     "Steep function",
     quick=Sizes((6, 12, 20), Course(120, 128, (0.003, 0.01), 2), 1),
     full=Sizes((6, 12, 20), Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
+    long=Sizes((6, 8, 10, 12, 14, 16, 18, 20), Course(20_000, 128, (0.003,), 8), 5),
 )
