@@ -47,7 +47,7 @@ class StudyOptions(Checked):
         "cifar",
         choices=(*DATA_SETS, *CLASSES),
     )
-    arms: str = option("which runs", f"what is compared: {', '.join(ARMS)}", "explicit,deq-jfb", metavar="A,B")
+    arms: str = option("which runs", f"what is compared: {', '.join(ARMS)}", "explicit,deq-implicit", metavar="A,B")
     seeds: str = option("which runs", "seeds, with commas between", "0", metavar="N,N")
     protocol: bool = option("which runs", "the runs of experiments/protocol.md, in its order", False)
     tune: bool = option("which runs", "the protocol's trials, which choose rate, weight decay and scale", False)

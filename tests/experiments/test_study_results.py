@@ -80,6 +80,6 @@ def test_the_report_shows_the_row_next_to_the_papers_and_says_what_cannot_be_com
     assert explicit == "  paper: overall 72.57±0.25, majority 96.40±0.32, minority 62.36±0.12"
     assert deq == "  paper: overall 73.84±0.72, majority 96.68±0.87, minority 64.06±0.66"
     assert "40.25±0.13" in text and "not comparable with the paper: epochs 4 instead of 100" in text
-    assert "it has no entry" in report([made_up_result(paper_settings(ratio=20, model="once"))])
+    assert "it has no entry" in report([made_up_result(paper_settings(ratio=20, model="tied"))])
     text = report([made_up_result(made_up_settings("cifar_balanced", preset="paper", dataset="cifar100"))])
     assert "64.77±0.36" in text and "minority" not in text and "cifar100, balanced" in text

@@ -24,7 +24,7 @@ from ..rundir import RunDirectory
 
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
 NOT_OF_THE_EXPERIMENT = frozenset(
-    ("study", "model", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile")
+    ("study", "model", "cells", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile")
 )
 
 REMEDY = "remove it to have the report without it"
