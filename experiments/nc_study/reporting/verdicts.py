@@ -18,8 +18,9 @@ EQUAL = "equal within the band"
 NOTHING = "–"
 ALPHA = 0.05
 POWER = 0.8
-BANDS = {"overall": 1.0, "nc2_centered": 0.02}
-"""Differences that are too small to matter: points of accuracy, NC2."""
+SAME = 1e-12  # sums that differ by rounding count as equal
+BANDS = {"overall": 1.0, "nc1": math.log(1.25)} | dict.fromkeys(("nc2", "nc2_centered", "nc3_centered"), 0.02)
+"""Differences that are too small to matter: points of accuracy, logarithm of a ratio of NC1, NC2, NC3."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,17 @@ class Estimate:
         return apart / self.error if self.error else math.copysign(math.inf, apart) if apart else 0.0
 
 
-def estimate(settings: Sequence[Sequence[float]]) -> Estimate:
+def estimate(settings: Sequence[Sequence[float]], common: bool = False) -> Estimate:
     """The mean over settings of their mean differences, each of two or more seeds: settings count alike, and each has
-    a variance of its own (Welch and Satterthwaite)."""
-    variances = [statistics.variance(one) / len(one) for one in settings]
-    total = sum(variances)
-    shares = sum(variance**2 / (len(one) - 1) for variance, one in zip(variances, settings, strict=True))
-    freedom = total**2 / shares if shares else sum(len(one) - 1 for one in settings)
+    a variance of its own (Welch and Satterthwaite), or all a `common` one."""
+    degrees = [len(one) - 1 for one in settings]
+    variances = [statistics.variance(one) for one in settings]
+    if common:
+        variances = [float(np.average(variances, weights=degrees))] * len(settings)
+    shares = [variance / len(one) for variance, one in zip(variances, settings, strict=True)]
+    total = sum(shares)
+    squares = sum(share**2 / degree for share, degree in zip(shares, degrees, strict=True))
+    freedom = total**2 / squares if squares and not common else sum(degrees)
     mean = statistics.fmean(map(statistics.fmean, settings))
     return Estimate(mean, math.sqrt(total) / len(settings), freedom)
 
@@ -72,8 +77,20 @@ def sign_flip(settings: Sequence[Sequence[float]]) -> float:
     """The exact two-sided p-value of no difference: how often the mean over settings is as far from 0 if every seed's
     difference may have either sign."""
     shares = np.array([one / (len(seeds) * len(settings)) for seeds in settings for one in seeds])
-    found = stats.permutation_test((shares,), np.sum, permutation_type="samples", n_resamples=np.inf, vectorized=True)
-    return float(found.pvalue)
+    bound = abs(shares.sum()) * (1 - SAME)
+    # All sums are those of one half plus those of the other: 2^15 of each for 30 pairs, not 2^30.
+    first, second = (_signed_sums(half) for half in np.array_split(shares, 2))
+    second.sort()
+    above = len(second) - np.searchsorted(second, bound - first, "left")
+    below = np.searchsorted(second, -bound - first, "right")
+    return float((above + below).clip(max=len(second)).sum()) / 2.0 ** len(shares)
+
+
+def _signed_sums(values: np.ndarray) -> np.ndarray:
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums - value, sums + value])
+    return sums
 
 
 def shown(quantity: str, settings: Sequence[Sequence[float]]) -> str:
@@ -95,12 +112,15 @@ def holm(values: Sequence[float]) -> list[float]:
     return found
 
 
-def judge(expected: str, found: Estimate, p_different: float, p_equal: float) -> str:
-    """The verdict on an expectation, "higher" or "lower", from an estimate and its adjusted p-values."""
+def judge(expected: str, found: Estimate, p_different: float, p_equal: float, band: float = math.inf) -> str:
+    """The verdict on an expectation, "higher", "lower" or "alike", from an estimate and its adjusted p-values. What is
+    expected alike is contradicted if it differs and its 95 % interval is outside the band."""
     if p_equal <= ALPHA:
-        return EQUAL
+        return SUPPORTED if expected == "alike" else EQUAL
     if p_different > ALPHA:
         return OPEN
+    if expected == "alike":
+        return CONTRADICTED if min(map(abs, found.interval)) > band and found.p_different <= ALPHA else OPEN
     return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
