@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nc_study import protocol
-from nc_study.config import ARMS, CLASSES, IMBALANCE, Settings, arm_options, shown_presets
+from nc_study.config import CLASSES, IMBALANCE, RUNNABLE, Settings, arm_options, shown_presets
 from nc_study.data import find_source
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.scheduler import Task, hours_left, plan
@@ -46,7 +46,7 @@ class StudyOptions(Checked):
         "cifar",
         choices=(*DATA_SETS, *CLASSES),
     )
-    arms: str = option("which runs", f"what is compared: {', '.join(ARMS)}", "explicit,deq-implicit", metavar="A,B")
+    arms: str = option("which runs", f"what is compared: {', '.join(RUNNABLE)}", "explicit,deq-implicit", metavar="A,B")
     seeds: str = option("which runs", "seeds, with commas between", "0", metavar="N,N")
     protocol: str | None = option(
         "which runs",
@@ -68,9 +68,11 @@ class StudyOptions(Checked):
         numbers = self.seeds.split(",")
         if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
             raise SettingsError(f"--seeds {self.seeds}: different whole numbers with commas between")
-        if unknown := set(self.arms.split(",")) - set(ARMS):
+        if unknown := set(self.arms.split(",")) - set(RUNNABLE):
             first = min(unknown)
-            raise SettingsError(f"--arms {self.arms}: {first} is none of {', '.join(ARMS)}{did_you_mean(first, ARMS)}")
+            raise SettingsError(
+                f"--arms {self.arms}: {first} is none of {', '.join(RUNNABLE)}{did_you_mean(first, RUNNABLE)}"
+            )
         if (self.table is not None or self.figure is not None) + (self.protocol is not None) != 1:
             raise SettingsError("which runs? --protocol PART, or --table or --figure (all: the paper's)")
         if self.spread and not launched():
@@ -91,7 +93,7 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
     examples = (
         "study.py --table 1,2 --preset quick --dry-run",
         "study.py --figure all --arms explicit,deq-implicit --seeds 0,1,2 --out runs/study",
-        "study.py --protocol mechanism --jobs 2",
+        "study.py --protocol rates --jobs 2",
     )
     usage = "[--protocol PART | --table N,N --figure N,N] [--arms A,B] [--seeds N,N] [options]"
     parser = Parser(

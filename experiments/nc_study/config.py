@@ -27,6 +27,8 @@ ARMS = (
     *(f"{model}-{cells}" for model, numbers in CELLS.items() for cells in numbers),
     *(f"deq-{adjoint}" for adjoint in ADJOINTS),
 )
+RUNNABLE = tuple(arm for arm in ARMS if arm != ONCE)
+NOT_RUNNABLE = f"--model {ONCE}: only old records have it, its block got no gradient; take --model tied --cells 1"
 IMBALANCE = ("majority", "ratio")
 LARGEST_SEED = 2**63 - 1
 
@@ -246,11 +248,6 @@ class Settings(Experiment):
     out: str = option("machine", "parent of the runs' folders", "runs", metavar="DIR")
     resume: bool = option("machine", "continue the run of these settings where it stopped", False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.model == ONCE:
-            raise SettingsError(f"--model {ONCE}: its block got no gradient; --model tied --cells 1 takes its place")
-
     @property
     def experiment(self) -> Experiment:
         """Part that decides the outcome."""
@@ -315,6 +312,8 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
     given = vars(parser.parse_args(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
         parser.error(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
+    if given.get("model") == ONCE:
+        parser.error(NOT_RUNNABLE)
     try:
         return settings_from(study, **given)
     except SettingsError as error:

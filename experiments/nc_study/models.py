@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from runs.options import SettingsError
 from runs.provenance import multiplies_bf16
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,7 +15,7 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 import deqfast
 from deqfast import ops
 
-from .config import CELLS, Settings
+from .config import CELLS, NOT_RUNNABLE, ONCE, Settings
 from .record import Cost
 
 GROUPS = 8
@@ -132,6 +133,8 @@ def widened(tensor: Tensor) -> Tensor:
 def build(settings: Settings) -> ResNet18:
     """Make the network that the settings name, with the initial values of their seed."""
     model = settings.model
+    if model == ONCE:
+        raise SettingsError(NOT_RUNNABLE)
 
     def last(channels: int) -> nn.Module:
         if model.startswith("explicit"):

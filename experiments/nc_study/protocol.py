@@ -123,6 +123,11 @@ def tuning() -> Tuning:
     return read_record(TUNING, Tuning, "restore it from the repository")
 
 
+def tuned() -> dict[str, dict[str, float]]:
+    """Values that those trials chose for every arm."""
+    return tuning().chosen
+
+
 def of_first_list(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
     """Return whether a run is of the list before the amendments. It ran on a CPU, with the values that the trials
     chose for its arm, in bfloat16 or, as a check, in float32."""
@@ -160,7 +165,7 @@ TRIAL = {"epochs": 10, "n_majority": 4500, "evaluate": "validation", "test_image
 TRIAL_SEED = 100
 CHOSEN = TUNING.with_name("rates.json")
 FIRST_FRESH = 10
-"""Seeds from here on were never run before, but for the trials' seed."""
+"""No run has a seed from here on, except the trials' one."""
 
 MECHANISM = (
     _cifar10(3, 10, range(10, 16), NEW_ARMS),
@@ -220,7 +225,8 @@ class Rates:
     chosen: tuple[Rate, ...] = ()
 
     def of(self, arm: str, setting: Setting, weight_decay: float = DECAY) -> float | None:
-        """Rate of an arm in a setting: balanced and R = 10 have the one chosen at R = 10, others that of R = 100."""
+        """Rate of an arm in a setting. Balanced classes have the one chosen at R = 10, R = 50 has the one at R = 100.
+        None if nothing is chosen."""
         wanted = (arm, 10 if setting.ratio in (None, 10) else 100, weight_decay)
         return next((one.lr for one in self.chosen if (one.arm, one.ratio, one.weight_decay) == wanted), None)
 

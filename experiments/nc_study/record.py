@@ -136,8 +136,8 @@ class SpectralRadius:
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters of the last block, and forward FLOPs per image (2 for a product and its sum; convolutions and the
-    classifier): of all but the last block, of one evaluation of it, and the number of evaluations."""
+    """Parameters of the last block; forward FLOPs per image of all before it and of one evaluation of it; and the
+    number of evaluations. FLOPs are those of convolutions and the classifier, 2 for a product and its sum."""
 
     last_parameters: int
     flops_before: int

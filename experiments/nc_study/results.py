@@ -68,8 +68,8 @@ def network_result(
 
 
 def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
-    """Columns named after the fields of `record.Epoch`, of its `nc` (None if it was not measured) and, for a DEQ, of
-    the solves in training, and those of each pass with fixed weights (None if there was none)."""
+    """Columns named after the fields of `record.Epoch`, and of its `nc` (None if it was not measured). A DEQ has
+    columns of the solves in training, and of each pass with fixed weights (None without a pass)."""
     shots = (name for name in record.SHOTS if getattr(epochs[-1], name) is not None)
     names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS, *shots)
     found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}

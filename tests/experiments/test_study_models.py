@@ -7,15 +7,13 @@ import torch
 from correctness import rounding
 from nc_study import models
 from nc_study.analysis import spectral_radius
-from nc_study.config import ARMS, CELLS, MODELS, ONCE, arm_options, settings_from
+from nc_study.config import CELLS, MODELS, RUNNABLE, arm_options, settings_from
 from nc_study.models import Conv2d, build, choose_kernel, cost, project
 from runs.options import SettingsError
 from study_helpers import shapes_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
-
-RUNNABLE = [arm for arm in ARMS if arm != ONCE]
 
 
 def make(model, **given):
@@ -87,7 +85,7 @@ def test_an_arm_costs_what_its_convolutions_do():
 
 
 def test_the_cell_from_zero_is_only_read_from_old_records():
-    with pytest.raises(SettingsError, match="--model once: .* --model tied --cells 1"):
+    with pytest.raises(SettingsError, match="--model once: .* take --model tied --cells 1"):
         make("once")
     with pytest.raises(SettingsError, match="--cells 3: --model untied takes 2"):
         make("untied", cells=3)

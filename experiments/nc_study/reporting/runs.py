@@ -110,6 +110,11 @@ class Group:
         return not self.own and protocol.of_recipe_b(self.experiment) and self.experiment.device == "cuda"
 
     @property
+    def of_the_parts(self) -> bool:
+        """Whether parts of the amendment of 2026-11-28 are judged by them."""
+        return self.own and self.experiment.weight_decay == protocol.DECAY
+
+    @property
     def first_recipe(self) -> bool:
         """Whether they are of the first list, without the check of the precision."""
         return self.tuned and self.experiment.precision == "bf16"
@@ -184,9 +189,10 @@ def apart(after: Mapping[int, NetworkResult], before: Mapping[int, NetworkResult
 
 
 def identity(run: Run, tuned: bool, own: bool = False) -> tuple[Any, ...]:
-    """Return all that two runs must share to be averaged or compared; those of the first list have rate, weight decay
-    and scale of their own, those of the amendment of 2026-11-28 the rate. On a GPU that is also the card and torch's
-    version."""
+    """Return all that two runs must share to be averaged or compared; on a GPU also the card and torch's version.
+
+    Runs of the first list have rate, weight decay and scale of their own, those of the last amendment the rate.
+    """
     free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned else ("lr",) if own else ())}
     machine = (run.result.machine.gpu, run.result.versions["torch"]) if run.result.settings.device == "cuda" else ()
     return tuned, own, machine, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
@@ -246,7 +252,7 @@ def _sort(runs: list[Run], groups: dict[tuple[Any, ...], Group]) -> Iterator[Rej
     """Put runs into their groups; of two of a setting, arm and seed the one finished last counts."""
     chosen: dict[str, dict[str, float]] = {}
     with suppress(StudyError):  # a report needs no trials
-        chosen = protocol.tuning().chosen
+        chosen = protocol.tuned()
     rates = protocol.rates()
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
         result, tuned = run.result, protocol.of_first_list(run.result.settings, chosen)
