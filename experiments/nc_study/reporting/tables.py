@@ -91,6 +91,21 @@ def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
         }
 
 
+def claim_rows(judged: Sequence[Judgement]) -> Iterator[Row]:
+    """Show each verdict of a part of the last amendment."""
+    for one in judged:
+        claim = one.claim
+        quantity = "slope of the gain in log10 R" if claim.quantity == "slope" else claim.quantity
+        name = next((column for column, known in QUANTITIES.items() if known == quantity), quantity)
+        yield {
+            "claim": f"{claim.name}: {LABELS[claim.arm]}, {name} {claim.expected}, {LABELS[claim.control]}",
+            "question": claim.source,
+            "verdict": one.verdict,
+            "difference": one.shown,
+            "p (signs, Holm)": f"{one.p:.3f}",
+        }
+
+
 def pooled_rows(group: Group, pairs: Sequence[tuple[str, str]]) -> list[Row]:
     """Show how far each arm is from its control, over the settings of the claims, in quantities without a claim."""
     rows: list[Row] = []
