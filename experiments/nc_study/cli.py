@@ -22,7 +22,7 @@ from .config import Settings, parse
 from .data import Source, StudyData, find_source, load
 from .models import ResNet18, choose_kernel, cost, count_parameters
 from .record import KernelChoice
-from .results import network_result, report, run_result
+from .results import difference, network_result, report, run_result
 from .rundir import RunDirectory
 from .training import train
 
@@ -131,3 +131,5 @@ def show(runs: Sequence[RunDirectory]) -> None:
     for run in runs:
         print(f"results: {run.path / 'result.json'}")
     print(f"figure:  {runs[-1].figure}")
+    if said := difference(results):
+        print(said)

@@ -17,6 +17,8 @@ SIDE_BY_SIDE = ("nc1", "nc2", "nc2_centered", "nc3", "nc3_centered", "nc4")
 """Metrics of neural collapse, those with class means as the paper prints them next to the centred ones."""
 
 
+STUDIED = "-0.60 [-1.85, +0.65]"
+"""Claim A1 of the study: the mean difference in points, as results/report/report.md has it."""
 PASSES = {"test images": "test", "training images": "nc"}
 
 
@@ -115,6 +117,18 @@ def report(results: Sequence[record.RunResult]) -> str:
         shown = (f"{name} {'undefined' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
         lines += [f"  {', '.join(shown)}", _costs(result)]
     return "\n".join(lines)
+
+
+def difference(results: Sequence[record.RunResult]) -> str:
+    """Sentence on the DEQ's accuracy in these runs, next to the study's; "" unless both networks were run."""
+    overall = {result.settings.model: result.network.quantity("overall") for result in results}
+    deq, explicit = overall.get("deq"), overall.get("explicit")
+    if deq is None or explicit is None:
+        return ""
+    return (
+        f"The DEQ's overall accuracy is {deq - explicit:+.2f} points from the explicit network's in this run, and "
+        f"{STUDIED} in the study (three settings, width 16, 95 % interval): one run cannot decide which is better."
+    )
 
 
 def _groups(accuracy: record.Accuracy) -> str:

@@ -10,9 +10,9 @@ import pytest
 from nc_study.config import BOTH, Setting, settings_from
 from nc_study.paper import INCONSISTENT, PAPER, on_cifar, settings_of
 from nc_study.record import Accuracy, RunResult, Spread
-from nc_study.results import network_result, report
+from nc_study.results import STUDIED, difference, network_result, report
 from runs.files import to_json
-from study_helpers import made_up_epoch, made_up_result, made_up_settings
+from study_helpers import EXPERIMENTS, made_up_epoch, made_up_result, made_up_settings
 
 
 def paper_settings(**given):
@@ -66,6 +66,17 @@ def test_a_record_says_how_products_of_bfloat16_were_computed(precision, native,
     assert read == result
     old = to_json(result).replace(f',"bf16":{json.dumps(said)}'.encode(), b"")
     assert msgspec.json.decode(old, type=RunResult).machine.bf16 is None, "a record from before"
+
+
+def test_the_studys_interval_is_the_reports():
+    first = [made_up_result(paper_settings(epochs=4, model="explicit"))]
+    assert difference(first) == "" and f"and {STUDIED} in the study" in difference(
+        [*first, made_up_result(made_up_settings())]
+    )
+    report = (EXPERIMENTS / "results" / "report" / "report.md").read_text().replace("\\", "")
+    assert STUDIED in next(
+        line for line in report.splitlines() if line.startswith("| A1: overall higher than explicit |")
+    )
 
 
 def test_no_record_holds_a_nan():

@@ -67,8 +67,11 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     assert sum(line.startswith(("explicit   ", "deq-implicit ")) for line in lines) == 6
     assert "not comparable with the paper: shapes, not CIFAR" in printed
     paths = [out / name for name in RUNS]
-    assert lines[-3:-1] == [f"results: {path / 'result.json'}" for path in paths]
-    assert lines[-1] == f"figure:  {paths[1] / 'figure.png'}"
+    assert lines[-4:-2] == [f"results: {path / 'result.json'}" for path in paths]
+    assert lines[-2] == f"figure:  {paths[1] / 'figure.png'}"
+    apart = result.network.quantity("overall") - explicit.network.quantity("overall")
+    assert lines[-1].startswith(f"The DEQ's overall accuracy is {apart:+.2f} points from")
+    assert lines[-1].endswith("one run cannot decide which is better.")
     assert (paths[1] / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
