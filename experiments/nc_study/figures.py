@@ -154,8 +154,8 @@ def _pairs(axis: Axes, panel: Panel, size: float) -> None:
 def features_figure(
     features: Mapping[str, tuple[np.ndarray, np.ndarray]], names: Sequence[str], majority: int, heading: str
 ) -> Figure:
-    """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: a t-SNE, and the Gram
-    matrices of the features at unit length, as they are and less the mean of the class means.
+    """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: a t-SNE, and two Gram
+    matrices of features at unit length. The second one is of features less the mean of the class means.
 
     `names`: of the classes, or of their tenths; `majority`: how many of the first classes are the majority.
     """
