@@ -53,6 +53,7 @@ def write(found: Collection, out: Path) -> Path:
         "main": made[0] if made else None,
         "others": made[1:],
         "parts": [_registered(one) for one in parts(found.groups)],
+        "printed_rate": tables.printed_rate(found.groups),
         "rejected": [vars(entry) for entry in found.rejected],
         "chosen": list(tables.chosen_rows(tuning())) if any(group.first_recipe for group in found.groups) else [],
         "runs": tables.provenance_rows(found.groups),
@@ -109,7 +110,7 @@ def _registered(part: Part) -> dict[str, Any]:
     return {
         **vars(part),
         "title": PART_TITLES[part.name],
-        "answer": answer(part) if part.name == "mechanism" else "",
+        "answer": answer(part) if part.name == "mechanism" and not few else "",
         "rows": list(tables.claim_rows(part.judged)),
         "obstacle": f"{100 * (part.converged or 0):.1f} % of the DEQ's solves converge" if few else "",
     }

@@ -31,11 +31,11 @@ NOTHING = "–"
 ALPHA = 0.05
 POWER = 0.8
 DEQ = "deq-implicit"
-SAME = 1e-12  # sums that differ by rounding count as equal
-BANDS = {"overall": 1.0, "slope": 0.0, "nc1": math.log(1.25)} | dict.fromkeys(
-    ("nc2", "nc2_centered", "nc3_centered"), 0.02
-)
-"""Differences that are too small to matter: points of accuracy, logarithm of a ratio of NC1, NC2, NC3. A slope has no band."""
+SAME = 1e-12  # sums that differ by rounding, in units of the sum of sizes, count as equal
+BANDS = {"overall": 1.0, "slope": 0.0, "nc1": math.log(1.25)}
+BANDS |= dict.fromkeys(("nc2", "nc2_centered", "nc3_centered"), 0.02)
+"""Differences that are too small to matter: points of accuracy, logarithm of a ratio of NC1, NC2, NC3; for a slope
+none is."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def sign_flip(settings: Sequence[Sequence[float]]) -> float:
     """The exact two-sided p-value of no difference: how often the mean over settings is as far from 0 if every seed's
     difference may have either sign."""
     shares = np.array([one / (len(seeds) * len(settings)) for seeds in settings for one in seeds])
-    bound = abs(shares.sum()) * (1 - SAME)
+    bound = abs(shares.sum()) - SAME * np.abs(shares).sum()
     # All sums are those of one half plus those of the other: 2^15 of each for 30 pairs, not 2^30.
     first, second = (_signed_sums(half) for half in np.array_split(shares, 2))
     second.sort()
