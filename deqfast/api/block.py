@@ -24,11 +24,11 @@ from ..gradients.linearised import Linearised
 from ..solution import Solution
 from ..solvers import SOLVERS, Solver
 from ..state.groups import Groups
-from ..state.packing import Packing
+from ..state.packing import Packing, is_of_state
 from ..torch_internals import pytree
 from ..torch_internals.dynamo import is_given_up, untraced
 from ..torch_internals.transforms import check_values, present_context, values
-from ..torch_internals.weights import check_loaded, hold_weights, modules_of
+from ..torch_internals.weights import attribute, check_loaded, hold_weights, modules_of
 from ..transforms import opaque_op
 from ..transforms.export import export
 from ..transforms.functorch import transform
@@ -337,13 +337,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
         """Start for x, and whether it is zeros that nobody else uses."""
         if self.init is not None:
             return self.init(x), False
-        if (start := getattr(self.cell, "initial_state", None)) is not None:
+        if (start := attribute(self.cell, "initial_state")) is not None:
             if not callable(start):
                 raise TypeError(f"initial_state of the cell must be a method of x, got {type(start).__name__}")
             return start(x), False
-        (leaf, *others) = [x] if isinstance(x, Tensor) else pytree.tree_leaves(x) or [None]
-        if not others and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            return torch.zeros_like(leaf), True
+        leaves = [x] if isinstance(x, Tensor) else pytree.tree_leaves(x)
+        if len(leaves) == 1 and isinstance(leaves[0], Tensor) and is_of_state(leaves[0]):
+            return torch.zeros_like(leaves[0]), True
         kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
             f"no initial state: x is not a single floating-point or complex tensor, got {kind}. Pass z0 to the call, "

@@ -18,7 +18,7 @@ from ..state.packing import Packing, countable, evaluate, versions, writes
 
 
 def iterate(
-    advance: Callable[[int, int], None],
+    advance: Callable[[int, int], int | None],
     max_iter: int,
     watch: Watch,
     patience: int = 0,
@@ -26,18 +26,20 @@ def iterate(
 ) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number.
 
-    The host looks as often as the watch says. After every `patience` iterations, and when all samples are done,
-    `resume(k)` may let samples run again. It returns the number of the next iteration.
+    It may return the number of running samples. Else the host looks, as often as the watch says. After every `patience`
+    iterations, and when all samples are done, `resume(k)` may let samples run again. It returns the number of the next
+    iteration.
     """
     first = made = 0
     while first < max_iter:
         until = min(first + watch.every, max_iter)
         if patience:
             until = min(until, first - first % patience + patience)
-        advance(first, until)
+        running = advance(first, until)
         made, first = made + until - first, until
         if first < max_iter:
-            done = watch.count() == 0
+            watch.known = watch.count() if running is None else running
+            done = not watch.known
             if patience and (done or first % patience == 0):
                 first = resume(first)
                 watch.forget()
@@ -111,12 +113,12 @@ Evaluation = Callable[[], tuple[Any, Tensor]]
 
 def whole(f: Callable[[Any], Any], packing: Packing, state: State) -> Evaluation:
     """Evaluations of all samples."""
-    z, unpack, pack_value = state.z, packing.unpack, packing.pack_value
+    z, unpack, pack = state.z, packing.unpack, packing.packer(state.z)
     if not packing.is_view:
 
         def call() -> tuple[Any, Tensor]:
             value = evaluate(f, unpack(z))
-            return value, pack_value(value, z)
+            return value, pack(value)
 
         return call
     is_rows = packing.is_rows
@@ -127,7 +129,7 @@ def whole(f: Callable[[Any], Any], packing: Packing, state: State) -> Evaluation
         value = f(z.view_as(z) if is_rows else unpack(z))
         if z._version != before:
             raise writes()
-        return value, pack_value(value, z)
+        return value, pack(value)
 
     return call_with_view
 
@@ -153,11 +155,11 @@ class Compaction:
         if (which := self.rows) is None:
             self.samples += packing.batch
             value = evaluate(self.f, packing.unpack(z), None)
-            return value, packing.pack_value(value, z)
+            return value, packing.packer(z)(value)
         part, own = packing.resized(len(which)), z.index_select(0, which)
         self.samples += part.batch
         value = evaluate(self.f, part.unpack(own), which)
-        rows = part.pack_value(value, own)
+        rows = part.packer(own)(value)
         if self.fills:
             value = part.fill(packing.unpack(z), value, which)
         return value, rows.new_empty(packing.batch, rows.shape[1]).index_copy_(0, which, rows)

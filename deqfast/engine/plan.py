@@ -16,6 +16,7 @@ from ..state.rows import dropped_samples, per_row, take_rows, without_broken
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of
 from ..torch_internals.transforms import Context
+from ..torch_internals.weights import attribute
 from .runners.compiled import Compiled
 from .runners.cuda_graph import Graphs
 from .solve import Inverse, Options, Solve, Solves
@@ -106,7 +107,8 @@ def run(plan: Plan) -> Solution:
     """
     options = plan.options
     in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
-    if hasattr(plan.cell, "fixed_point") and not in_steps and options.groups is None and options.scale is None:
+    in_parts = in_steps or options.groups is not None or options.scale is not None
+    if not in_parts and attribute(plan.cell, "fixed_point") is not None:
         return _by_cell(plan)
     return _by_solver(plan)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -102,27 +101,29 @@ class Solve:
 
     def begin(self, z0: Any, is_fresh: bool = False) -> State:
         """State before the first evaluation; ValueError if z0 is not finite."""
-        # In inference mode torch does not count in-place operations of f.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
-                rows = z0
-            else:
-                rows = self.packing.pack(z0)
-                if not is_fresh:
-                    check_finite(rows)
-            state = self._init(rows, self.kernel)
-            if self.options.trace:
-                state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
+        if torch.is_inference_mode_enabled():  # in which torch does not count in-place operations of f
+            with torch.inference_mode(False):
+                return self.begin(z0, is_fresh)
+        if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
+            rows = z0
+        else:
+            rows = self.packing.pack(z0)
+            if not is_fresh:
+                check_finite(rows)
+        state = self._init(rows, self.kernel)
+        if self.options.trace:
+            state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
         return state
 
-    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], None]:
-        """Function that runs the iterations `first` ... `until` - 1."""
+    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], int | None]:
+        """Function that runs the iterations `first` ... `until` - 1; it returns the last step's result."""
         last, stop_fn, step = self.solver.max_iter - 1, self.options.stop_fn, None
         before = [] if stop_fn is None else [stopping(stop_fn, self.packing, state)]
         after = [] if state.trace is None else [recording(state)]
 
-        def advance(first: int, until: int) -> None:
+        def advance(first: int, until: int) -> int | None:
             nonlocal step
+            running = None
             for k in range(first, until):
                 value, rows = evaluate()
                 if step is None:
@@ -130,9 +131,10 @@ class Solve:
                     step = self.solver.bind(state)
                 for part in before:
                     rows = part(value, rows, k)
-                step(rows, k, k == last)
+                running = step(rows, k, k == last)
                 for note in after:
                     note()
+            return running
 
         return advance
 
@@ -162,9 +164,10 @@ def solution_of(
 ) -> Solution:
     """Solution of a solve with these results; `residuals` are the relative and the absolute ones."""
     measure = int(solver.is_absolute)
-    traces: Any = (None, None) if trace is None else trace[:evaluations].unbind(1)
-    return Solution(
-        value=packing.unpack(best),
+    traces = (None, None) if trace is None else trace[:evaluations].unbind(1)
+    solution = object.__new__(Solution)
+    solution.__dict__.update(  # at once: a frozen dataclass sets its fields one by one
+        value=best if packing.is_rows else packing.unpack(best),
         status=status,
         iterations=iterations,
         residual=residuals[measure],
@@ -176,6 +179,7 @@ def solution_of(
         trace_rel=traces[0],
         trace_abs=traces[1],
     )
+    return solution
 
 
 def check_finite(rows: Tensor) -> Tensor:

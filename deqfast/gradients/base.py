@@ -235,14 +235,18 @@ def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
     return any(node.to.graph.behind[1] for node in attached) or bool(Graph(sources, leaves, 0).behind[0])
 
 
-@torch.no_grad()
 def confirmed(solution: Solution, options: Options, z: Any, evaluation: list[Tensor]) -> Solution:
     """Return the solution, with the status INCONSISTENT for converged samples that this evaluation at z* contradicts.
 
     A difference of twice the residual or the tolerance, plus the rounding of f, is allowed. Nothing waits for a GPU.
     """
-    if not len(solution.status) or not solution.may_include(Status.CONVERGED):
-        return solution
+    if solution.may_include(Status.CONVERGED) and len(solution.status):
+        with torch.no_grad():
+            return _compared(solution, options, z, evaluation)
+    return solution
+
+
+def _compared(solution: Solution, options: Options, z: Any, evaluation: list[Tensor]) -> Solution:
     leaves = pytree.tree_leaves(z)
     device = leaves[0].device
     values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))

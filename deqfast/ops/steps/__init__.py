@@ -126,9 +126,9 @@ class BroydenStep(_Evaluation, _Steps, _State):
 
 PAIRS = {"M": Range(1, MAX_GPU_HISTORY)}
 
-register(Op("picard_step", PicardStep, "z", triton="picard_step"))
+register(Op("picard_step", PicardStep, "z", triton="picard_step", binds=True))
 register(Op("multisecant_step", MultisecantStep, "z", limits=PAIRS, triton="multisecant_step"))
-register(Op("broyden_step", BroydenStep, "z"))
+register(Op("broyden_step", BroydenStep, "z", binds=True))
 register(
     Op(
         "multisecant_transposed",
