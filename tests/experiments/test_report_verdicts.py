@@ -12,6 +12,7 @@ import pytest
 from nc_study import protocol
 from nc_study.config import arm_options
 from nc_study.protocol import B_ARMS, CLAIMS, PRIMARY, RECIPE_B, Rate, Rates
+from nc_study.reporting import power
 from nc_study.reporting.report import SOLVED, facts, findings
 from nc_study.reporting.runs import collect, gpu_less_cpu
 from nc_study.reporting.tables import printed_rate, same_values_rows, verdict_rows
@@ -391,3 +392,12 @@ def test_the_printed_rate_is_the_papers_from_90_percent_on(made_up, shift, said)
     run = RunDirectory(path)
     run.conclude(replace(run.result, network=replace(network, accuracy=better)))
     assert re.search(said, printed_rate(collect([path.parent]).groups)) and printed_rate([]).startswith("Not yet run")
+
+
+def test_the_power_is_of_the_registered_pairs(monkeypatch):
+    """An effect far above the deviations is always seen, none at the level of its test; signs of 30 pairs are flipped."""
+    monkeypatch.setattr(power, "DRAWS", 40)
+    assert [len(one) for one in next(power.drawn([1.0] * 3, 0.0))] == [6, 12, 12]
+    assert power.found([0.1] * 3, 1.0, 0.05 / 9) == 1 and power.found([1.0] * 3, 0.0, 0.05) < 0.3
+    low = power.detectable([1.0] * 3, 0.05)
+    assert power.found([1.0] * 3, low, 0.05) >= POWER > power.found([1.0] * 3, 0.5 * low, 0.05)

@@ -1,12 +1,11 @@
-"""What the tests of the amendment of 2026-11-28 can see, by simulation from the deviations of recorded differences:
+"""What the tests of the amendment of 2026-11-28 can see, by simulation from the deviations of recorded differences.
 
-cd experiments && python -m nc_study.reporting.power results/protocol/h100
+`report.py --power results/protocol/h100` prints it.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -55,9 +54,9 @@ def detectable(spread: Sequence[float], alpha: float) -> float:
     return high
 
 
-def main(root: Path) -> None:
-    """Print a table: a row for each quantity of a claim."""
-    (group, *_) = collect([root]).groups
+def show(roots: Sequence[Path]) -> int:
+    """Print a table, a row for each quantity of a claim, from the records of recipe B; 0."""
+    (group, *_) = collect(roots).groups
     rows, first = [], ALPHA / len(MECHANISM_CLAIMS)
     for quantity in dict.fromkeys(claim.quantity for claim in MECHANISM_CLAIMS):
         spread = deviations(group, quantity)
@@ -74,7 +73,4 @@ def main(root: Path) -> None:
             }
         )
     print(tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return 0
