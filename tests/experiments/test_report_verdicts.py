@@ -395,7 +395,7 @@ def test_the_printed_rate_is_the_papers_from_90_percent_on(made_up, shift, said)
 
 
 def test_the_power_is_of_the_registered_pairs(monkeypatch):
-    """An effect far above the deviations is always seen, none at the level of its test; signs of 30 pairs are flipped."""
+    """An effect far above the deviations is always seen, and none is seen as rarely as the level says."""
     monkeypatch.setattr(power, "DRAWS", 40)
     assert [len(one) for one in next(power.drawn([1.0] * 3, 0.0))] == [6, 12, 12]
     assert power.found([0.1] * 3, 1.0, 0.05 / 9) == 1 and power.found([1.0] * 3, 0.0, 0.05) < 0.3
