@@ -230,8 +230,9 @@ def _shares(found: list[Result]) -> tuple[float, float]:
 
 
 def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
-    figure, axes = style.panels(2, len(SAMPLINGS), sharex=True, sharey="row")
-    for column, sampling in zip(axes.T, SAMPLINGS, strict=True):
+    samplings = [sampling for sampling in SAMPLINGS if any(task.endswith(sampling) for task in tasks)]
+    figure, axes = style.panels(2, len(samplings), sharex=True, sharey="row")
+    for column, sampling in zip(axes.T, samplings, strict=True):
         chosen = {int(task.split("-")[0][1:]): seeds for task, seeds in tasks.items() if task.endswith(sampling)}
         for kinds in zip(*(zip(*seeds, strict=True) for seeds in chosen.values()), strict=True):
             name = kinds[0][0].name
