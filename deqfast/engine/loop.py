@@ -15,6 +15,7 @@ from ..ops.steps.reference import begun, evaluated
 from ..solution import Status
 from ..solvers.base import State
 from ..state.packing import Packing, countable, evaluate, versions, writes
+from ..torch_internals.ranks import InStep
 
 
 def iterate(
@@ -38,11 +39,13 @@ def iterate(
         running = advance(first, until)
         made, first = made + until - first, until
         if first < max_iter:
-            watch.known = watch.count() if running is None else running
-            done = not watch.known
+            if running is None or watch.is_common:
+                running = watch.count()
+            else:
+                watch.known = running
+            done = not running
             if patience and (done or first % patience == 0):
-                first = resume(first)
-                watch.forget()
+                first = watch.resumed(resume(first))
             elif done:
                 break
     return made
@@ -53,9 +56,10 @@ class Watch:
 
     Attributes:
         every: iterations between two looks at the number.
+        is_common: other processes count too.
     """
 
-    every = 1
+    every, is_common = 1, False
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
@@ -65,9 +69,10 @@ class Watch:
         self.known = int(self.active)
         return self.known
 
-    def forget(self) -> None:
-        """Forget the number, which is outdated."""
+    def resumed(self, k: int) -> int:
+        """Forget the number, which is outdated; return the number of the next iteration, k if this process decides."""
         self.known = -1
+        return k
 
 
 class LateWatch(Watch):
@@ -93,9 +98,29 @@ class LateWatch(Watch):
         self.arrived.record(self.stream)
         return self.known
 
-    def forget(self) -> None:
-        super().forget()
+    def resumed(self, k: int) -> int:
         self.arrived = None
+        return super().resumed(k)
+
+
+class CommonWatch(Watch):
+    """Number on the rank on which most samples run. `known` is the number on this rank.
+
+    All ranks have begun when a watch exists: the first exchange says that no start was refused.
+    """
+
+    is_common = True
+
+    def __init__(self, active: Tensor, ranks: InStep) -> None:
+        super().__init__(active)
+        self.ranks = ranks
+        ranks.most(0)
+
+    def count(self) -> int:
+        return self.ranks.most(super().count())
+
+    def resumed(self, k: int) -> int:
+        return -self.ranks.most(-super().resumed(k))  # the least: a rank without running samples ends its own solve
 
 
 def watch_of(active: Tensor) -> Watch:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -254,7 +255,14 @@ def _compared(solution: Solution, options: Options, z: Any, evaluation: list[Ten
     solver = options.solver
     gaps = [y - leaf for y, leaf in zip(evaluation, leaves, strict=True)]
     factors = factors_of(options.scale, pytree.tree_structure(z))
-    size, gap = (sample_norms(of, options.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
+    norms = partial(
+        sample_norms,
+        groups=options.groups,
+        maximum=solver.norm == "max",
+        factors=factors,
+        parts=options.state_group,
+    )
+    size, gap = norms(evaluation), norms(gaps)
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)
     bound = allowed + rounding * size if solver.is_absolute else (allowed + rounding) * size
     if solver.offset:

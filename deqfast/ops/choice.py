@@ -21,7 +21,7 @@ from ..torch_internals.dynamo import constant_in_traces
 from ..torch_internals.transforms import runs_only
 from .memory import empty_history
 from .registry import OPS
-from .steps import StopRule
+from .steps import Parts, StopRule
 
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
@@ -68,16 +68,18 @@ _REFERENCES = {name: op.reference for name, op in OPS.items()}
 class Kernel:
     """The chosen implementation of every op.
 
-    in_graph: the steps become part of an exported graph, in which all memory has values.
+    in_graph: the steps become part of an exported graph, in which all memory has values. parts: with kernel "torch",
+    what sums over rows that are parts of one sample.
     """
 
     name: str
     in_graph: bool = False
+    parts: Parts | None = None
 
     def op(self, name: str) -> Callable[..., Any]:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
         if self.name == "torch":
-            return _REFERENCES[name]
+            return _REFERENCES[name] if self.parts is None else functools.partial(_REFERENCES[name], parts=self.parts)
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
 
     def step(self, name: str, rule: StopRule, *numbers: float) -> Callable[..., None]:

@@ -218,7 +218,7 @@ class Op:
         """Reference of the op in plain torch."""
         function = getattr(import_module(f"{self.arguments.__module__}.reference"), self.name)
         _ = self._records  # now, because a trace cannot enter the lock of a cached property
-        return lambda *values: function(self._bind(*values))
+        return lambda *values, **more: function(self._bind(*values), **more)
 
     @cached_property
     def _launch(self) -> Callable[..., None]:

@@ -43,6 +43,7 @@ REFUSES: Refusals = {
     "stop_fn": _REPLAYS,
     "groups": "groups may change from call to call, and a graph replays the same work",
     "scale": "it is not captured",
+    "lockstep": "a replay asks no other process",
     MixedAnderson: "its mixing_fn is not captured",
     Auto: "its stages depend on values",
     "begin_solve": "it prepares every solve in Python, and a replay would not run it",
