@@ -122,6 +122,6 @@ def paper_hours(batch: int, step_ms: float, images_per_second: float) -> float:
 
 
 def settings_of(width: int, batch: int, device: str, **given: Any) -> Settings:
-    """Settings of the study on drawn images, which need no data."""
-    sizes = {"width": width, "batch_size": batch, "n_majority": batch, "test_images": 10}
-    return settings_from("cifar_balanced", preset="quick", dataset="shapes", device=device, **sizes, **given)
+    """Settings of the study on drawn images, which need no data; the gradient is JFB, unless given."""
+    sizes = {"width": width, "batch_size": batch, "n_majority": batch, "test_images": 10, "adjoint": "jfb"}
+    return settings_from("cifar_balanced", preset="quick", dataset="shapes", device=device, **sizes | given)
