@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..engine.plan import Plan, run
 from ..engine.runners.cuda_graph import MAX_GRAPHS, Graphs
+from ..engine.solve import Options, Solves
 from ..solution import Solution, Status
 from ..state.packing import Packing
 from ..state.rows import per_row
@@ -107,7 +108,7 @@ class Captures:
     """Captured solves of a layer, which is pickled and copied without them."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, tuple[Calls, Graphs]] = {}
+        self._calls: dict[Any, tuple[Calls, Graphs, Options, Solves]] = {}
         self._alone = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
@@ -116,7 +117,8 @@ class Captures:
     def solve(self, plan: Plan, relaxation: float, ends_in_f: bool) -> tuple[Any, Solution]:
         """The value that torchdeq's solver returns, f at the best iterate or the iterate itself; and the Solution."""
         reads = Reads(plan.cell)
-        key, x = (*reads.key, relaxation), (plan.x, reads.swap())
+        options, x = plan.options, (plan.x, reads.swap())
+        key = *reads.key, relaxation, options.solver, options.kernel, options.trace
         with self._alone, torch.no_grad():
             if key not in self._calls:
                 while len(self._calls) >= MAX_GRAPHS:
@@ -126,7 +128,7 @@ class Captures:
             calls, graphs = self._calls[key]
             calls.present = plan.cell, reads
             try:
-                solution = run(replace(plan, cell=calls, x=x, graphs=graphs))
+                solution = run(replace(plan, cell=calls, x=x, graphs=graphs, options=options, solves=solves))
                 values = Packing(plan.z0).check_value(calls(solution.value, x)) if ends_in_f else []
             finally:
                 calls.present = None  # the closure would keep the graph of this training step
