@@ -117,6 +117,14 @@ def sum_number(p_numbers, i, S, BLK: tl.constexpr):
 
 
 @triton.jit
+def sum_numbers(p_numbers, o_i, S, BLK: tl.constexpr):
+    """The sums of the numbers o_i, a vector, over all S <= BLK programs of a sample. The loads are concurrent."""
+    o_s = tl.arange(0, BLK)
+    p = p_numbers + o_i[:, None] * S + o_s[None, :]
+    return tl.sum(tl.load(p, mask=(o_s < S)[None, :], other=0.0), axis=1)
+
+
+@triton.jit
 def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.constexpr = False):
     """Norms of f(z) - z and f(z), rows of D elements; gg and ff are their sums of squares.
 
