@@ -16,6 +16,8 @@ import torch
 MAX_INLINE_WINDOW = 8
 # Samples per program of fc_fixed_point: the fewest rows of a tensor-core product.
 FC_ROWS = 16
+# The share of a thread's registers that may hold sums of a sweep; more pairs take another pass.
+SHARE_OF_SUMS = 0.3
 # Warps of a sweep over the history, with all their registers: they fill a multiprocessor.
 SWEEP_WARPS = 8
 # A program of the transposed product: columns of a sample, more if MAX_PROGRAMS are too few, and warps. The registers
@@ -91,7 +93,7 @@ def sweep_config(
     """16 bytes of a row of the history per thread, if rows start on 16 bytes. sums: per pair, of a register or two.
 
     warps: the most, SWEEP_WARPS by default; with 16 a thread has 128 registers, which suffice for 8 pairs in float32.
-    Three tenths of them may hold sums. Whole rounds of eight rows are compiled, or the padded window if it is shorter.
+    Whole rounds of eight rows are compiled, or the padded window if it is shorter.
     """
     words, aligned = dtype.itemsize // 4, size % 16 == 0
     width = 16 // (history_dtype if aligned else dtype).itemsize
@@ -101,7 +103,7 @@ def sweep_config(
     warps = max(1, block // (32 * width))
     registers = MAX_REGISTERS if warps <= 8 else 128
     at_once = pairs
-    while at_once * sums * words > 0.3 * registers:
+    while at_once * sums * words > SHARE_OF_SUMS * registers:
         at_once = next_power_of_2(at_once) // 2
     fold = max(1, block // (32 * warps))
     rows = min(at_once, 8 if registers == MAX_REGISTERS else 4)
