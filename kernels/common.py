@@ -117,11 +117,16 @@ def sum_number(p_numbers, i, S, BLK: tl.constexpr):
 
 
 @triton.jit
-def sum_numbers(p_numbers, o_i, S, BLK: tl.constexpr):
-    """The sums of the numbers o_i, a vector, over all S <= BLK programs of a sample. The loads are concurrent."""
-    o_s = tl.arange(0, BLK)
-    p = p_numbers + o_i[:, None] * S + o_s[None, :]
-    return tl.sum(tl.load(p, mask=(o_s < S)[None, :], other=0.0), axis=1)
+def sum_numbers(p_numbers, o_i, S):
+    """The sums of the numbers o_i, a vector, over all S programs of a sample. The loads of 32 or 16 are concurrent."""
+    dtype: tl.constexpr = p_numbers.dtype.element_ty
+    AT_ONCE: tl.constexpr = 16 if dtype == tl.float64 else 32
+    b_sums = tl.zeros([o_i.shape[0]], dtype)
+    for start in range(0, S, AT_ONCE):
+        o_s = start + tl.arange(0, AT_ONCE)
+        p = p_numbers + o_i[:, None] * S + o_s[None, :]
+        b_sums += tl.sum(tl.load(p, mask=(o_s < S)[None, :], other=0.0), axis=1)
+    return b_sums
 
 
 @triton.jit

@@ -88,10 +88,11 @@ class SweepConfig(LaunchConfig):
 
 
 def sweep_config(
-    size: int, window: int, sums: int, dtype: torch.dtype, history_dtype: torch.dtype, warps: int | None = None
+    size: int, window: int, held: float, dtype: torch.dtype, history_dtype: torch.dtype, warps: int | None = None
 ) -> SweepConfig:
-    """16 bytes of a row of the history per thread, if rows start on 16 bytes. sums: per pair, of a register or two.
+    """16 bytes of a row of the history per thread, if rows start on 16 bytes.
 
+    held: numbers per pair that a thread holds, its sums. Sweep 2 has one, and gammas; its registers suffice for 1.5.
     warps: the most, SWEEP_WARPS by default; with 16 a thread has 128 registers, which suffice for 8 pairs in float32.
     Whole rounds of eight rows are compiled, or the padded window if it is shorter.
     """
@@ -103,10 +104,10 @@ def sweep_config(
     warps = max(1, block // (32 * width))
     registers = MAX_REGISTERS if warps <= 8 else 128
     at_once = pairs
-    while at_once * sums * words > SHARE_OF_SUMS * registers:
+    while at_once * held * words > SHARE_OF_SUMS * registers:
         at_once = next_power_of_2(at_once) // 2
     fold = max(1, block // (32 * warps))
-    rows = min(at_once, 8 if registers == MAX_REGISTERS else 4)
+    rows = min(at_once, 8 if registers == MAX_REGISTERS and pairs <= 24 else 4)
     return SweepConfig(block, warps, pairs, at_once, rows, fold if aligned else -fold, registers)
 
 

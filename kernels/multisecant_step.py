@@ -120,6 +120,31 @@ def _with_dots(sums, rows, b_x, first: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
+def _dots(
+    p_x,
+    p_rows,
+    window,
+    D,
+    begin,
+    end,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLK: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Sums, a vector per pair, of the products of x with the rows of a window in the columns [begin, end)."""
+    sums = _zeros(PAIRS, BLK, FOLD, dtype)
+    for start in tl.range(begin, end, BLK, disable_licm=True):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < end
+        b_x = tl.load(p_x + o_d, mask=m_d, other=0.0).to(dtype)
+        for first in tl.static_range(0, PAIRS, ROWS):
+            sums = _with_dots(sums, load_rows(p_rows + o_d, first, ROWS, window, 0, D, m_d), b_x, first, FOLD)
+    return sums
+
+
+@triton.jit
 def _sum_all(vectors):
     """The sums of the vectors, padded with zeros to a power of two, by one reduction: its barriers serve all."""
     COUNT: tl.constexpr = _padded(len(vectors))
@@ -170,7 +195,7 @@ def _sweep_left(
     b_t = _zeros(PASS, BLK, FOLD, dtype)
     b_q = _zeros(PASS, BLK, FOLD, dtype)
     b_p = _zeros(PASS if takes_row(METHOD) else 1, BLK, FOLD, dtype)
-    for start in range(begin, end, BLK):
+    for start in tl.range(begin, end, BLK, disable_licm=True):
         o_d = start + tl.arange(0, BLK)
         m_d = o_d < end
         b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
@@ -359,10 +384,10 @@ def _multisecant_judge_kernel(
     if running:
         window = (M, n, newest)
         o_i = tl.arange(0, MP)
-        b_new = sum_numbers(p_numbers, number_of("new", MP) + tl.arange(0, 8), S, BLK)
-        t = sum_numbers(p_numbers, number_of("g", MP) + o_i, S, BLK)
-        q = sum_numbers(p_numbers, number_of("y", MP) + o_i, S, BLK)
-        p = sum_numbers(p_numbers, number_of("s", MP) + o_i, S, BLK) if takes_row(METHOD) else q
+        b_new = sum_numbers(p_numbers, number_of("new", MP) + tl.arange(0, 8), S)
+        t = sum_numbers(p_numbers, number_of("g", MP) + o_i, S)
+        q = sum_numbers(p_numbers, number_of("y", MP) + o_i, S)
+        p = sum_numbers(p_numbers, number_of("s", MP) + o_i, S) if takes_row(METHOD) else q
         _store_newest(p_gram, p_t, window, b_new)
         _store_dots(p_gram, p_t, window, beta, 0, t, q, p, METHOD)
 
@@ -396,6 +421,7 @@ def _sweep_right(
     METHOD: tl.constexpr,
     SOLVE: tl.constexpr,
     PAIRS: tl.constexpr,
+    PASS: tl.constexpr,
     ROWS: tl.constexpr,
     FOLD: tl.constexpr,
     BLK: tl.constexpr,
@@ -403,14 +429,16 @@ def _sweep_right(
     """z <- z + H(alpha (beta g - DF gamma)) in the columns [begin, end); DF^T s by slot if L holds steps.
 
     H(s), with s the step that z has taken, goes to L. gammas: a tuple by slot if SOLVE, else a pointer. More than ROWS
-    rows are read a second time for the dots, from the cache.
+    rows are read a second time for the dots, from the cache. If PASS < PAIRS the dots take a sweep of their own, since
+    a thread has no registers for their sums.
     """
+    APART: tl.constexpr = PASS < PAIRS
     p_z, p_fz, p_best, p_next, p_df = sample
     M, n, _ = window
     dtype: tl.constexpr = p_z.dtype.element_ty
     short: tl.constexpr = p_df.dtype.element_ty
-    b_r = _zeros(PAIRS if holds_steps(METHOD) else 1, BLK, FOLD, dtype)
-    for start in range(begin, end, BLK):
+    b_r = _zeros(PAIRS if holds_steps(METHOD) & (not APART) else 1, BLK, FOLD, dtype)
+    for start in tl.range(begin, end, BLK, disable_licm=True):
         o_d = start + tl.arange(0, BLK)
         m_d = o_d < end
         b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
@@ -428,11 +456,15 @@ def _sweep_right(
         tl.debug_barrier()
         tl.store(p_z + o_d, b_next, mask=m_d)
         tl.store(p_next + o_d, b_s, mask=m_d)
-        if holds_steps(METHOD):
+        if holds_steps(METHOD) & (not APART):
             for first in tl.static_range(0, PAIRS, ROWS):
                 if PAIRS > ROWS:
                     rows = load_rows(p_df + o_d, first, ROWS, window, 0, D, m_d)
                 b_r = _with_dots(b_r, rows, b_s.to(dtype), first, FOLD)
+    if holds_steps(METHOD) & APART:
+        # Every warp has stored its part of s.
+        tl.debug_barrier()
+        b_r = _dots(p_next, p_df, window, D, begin, end, PAIRS, ROWS, FOLD, BLK, dtype)
     return _sum_all(b_r) if holds_steps(METHOD) else b_r[0]
 
 
@@ -460,6 +492,7 @@ def _multisecant_right_kernel(
     SOLVE: tl.constexpr,
     MP: tl.constexpr,
     PAIRS: tl.constexpr,
+    PASS: tl.constexpr,
     ROWS: tl.constexpr,
     FOLD: tl.constexpr,
     BLK: tl.constexpr,
@@ -485,7 +518,8 @@ def _multisecant_right_kernel(
     p_gram += i_b * (M + 2) * M
     gammas = small_gamma(p_gram, p_t, M, n, newest, ridge, METHOD, MP) if SOLVE else p_t
     r = _sweep_right(
-        *(sample, window, gammas, D, begin, end, improved, alpha, beta, METHOD, SOLVE, PAIRS, ROWS, FOLD, BLK)
+        *(sample, window, gammas, D, begin, end, improved, alpha, beta),
+        *(METHOD, SOLVE, PAIRS, PASS, ROWS, FOLD, BLK),
     )
     if holds_steps(METHOD):
         o_i = tl.arange(0, MP)
@@ -496,14 +530,14 @@ def _multisecant_right_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "W", "S", "n", "new"])
-def _multisecant_row_kernel(p_status, p_gram, p_scratch, M, W, S, n, new, MP: tl.constexpr, BLK: tl.constexpr):
+def _multisecant_row_kernel(p_status, p_gram, p_scratch, M, W, S, n, new, MP: tl.constexpr):
     """DF^T s of a sample into row `new` of N, from the numbers that the S programs of sweep 2 stored of it."""
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
     o_i = tl.arange(0, MP)
     _, _, p_numbers = _scratch_of(p_scratch, i_b, M, W)
-    r = sum_numbers(p_numbers, number_of("s", MP) + o_i, S, BLK)
+    r = sum_numbers(p_numbers, number_of("s", MP) + o_i, S)
     tl.store(p_gram + (i_b * (M + 2) + new) * M + o_i, r, mask=o_i < n)
 
 
@@ -533,14 +567,11 @@ def _transposed_dots_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     window = _window_of(p_count, p_newest, i_b, M)
     begin, end = columns(D, BLK)
-    b_t = _zeros(PAIRS, BLK, FOLD, p_v.dtype.element_ty)
-    for start in range(begin, end, BLK):
-        o_d = start + tl.arange(0, BLK)
-        m_d = o_d < end
-        b_v = tl.load(p_v + i_b * D + o_d, mask=m_d, other=0.0)
-        for first in tl.static_range(0, PAIRS, ROWS):
-            rows = load_rows(p_df + i_b * M * D + o_d, first, ROWS, window, 0, D, m_d)
-            b_t = _with_dots(b_t, rows, b_v, first, FOLD)
+    dtype: tl.constexpr = p_v.dtype.element_ty
+    b_t = _dots(
+        *(p_v + i_b * D, p_df + i_b * M * D, window, D, begin, end),
+        *(PAIRS, ROWS, FOLD, BLK, dtype),
+    )
     store_number(p_numbers + i_b * MP * tl.num_programs(1), tl.arange(0, MP), _sum_all(b_t))
 
 
@@ -556,14 +587,13 @@ def _transposed_gamma_kernel(
     ridge: tl.float64,
     METHOD: tl.constexpr,
     MP: tl.constexpr,
-    BLK: tl.constexpr,
 ):
     """gamma of a sample by slot, N^T gamma = DF^T v, from the numbers of its S programs; p_gamma (B, M)."""
     i_b = tl.program_id(0).to(tl.int64)
     _, n, newest = _window_of(p_count, p_newest, i_b, M)
     m_i = tl.arange(0, MP) < n
     slot = tl.where(m_i, slots_by_age(newest, M, MP), 0)
-    b_t = sum_numbers(p_numbers + i_b * MP * S, slot, S, BLK)
+    b_t = sum_numbers(p_numbers + i_b * MP * S, slot, S)
     b_gamma = warp_gamma(p_gram + i_b * (M + 2) * M, b_t, M, n, newest, ridge, METHOD, MP, True)
     tl.store(p_gamma + i_b * M + slot, b_gamma, mask=m_i)
 
@@ -589,7 +619,7 @@ def _transposed_product_kernel(
     dtype: tl.constexpr = p_v.dtype.element_ty
     window = _window_of(p_count, p_newest, i_b, M)
     begin, end = columns(D, BLK)
-    for start in range(begin, end, BLK):
+    for start in tl.range(begin, end, BLK, disable_licm=True):
         o_d = start + tl.arange(0, BLK)
         m_d = o_d < end
         b_x = tl.load(p_v + i_b * D + o_d, mask=m_d, other=0.0) * scalar(beta, dtype)
@@ -606,8 +636,7 @@ def _plan_transposed(a: Any, method: int, history: int, history_dtype: torch.dty
     padded, (sweep, parts) = padded_window(history), transposed_config(size, history, a.v.dtype, history_dtype)
     plan = Plan(a, "p_out", p_numbers=(batch, padded, parts), p_gamma=(batch, history))
     plan.add(_transposed_dots_kernel, (batch, parts), D=size, M=history, MP=padded, **sweep.arguments())
-    solve = {"METHOD": method, "MP": padded, "BLK": JUDGE_CONFIG.block, "num_warps": 1}
-    plan.add(_transposed_gamma_kernel, (batch,), M=history, S=parts, **solve)
+    plan.add(_transposed_gamma_kernel, (batch,), M=history, S=parts, METHOD=method, MP=padded, num_warps=1)
     plan.add(_transposed_product_kernel, (batch, parts), D=size, M=history, **sweep.arguments())
     return plan
 
@@ -637,7 +666,7 @@ def _plan(a: Any, n: int, new: int, method: int, history: int, history_dtype: to
             plan.add(_multisecant_judge_kernel, (batch,), B=batch, **window, **sums)
         if not inline:
             plan.add(_multisecant_solve_kernel, (batch,), **window, num_warps=1)
-    right = sweep_config(size, n, 1, a.z.dtype, history_dtype).arguments()
+    right = sweep_config(size, n, 1.5, a.z.dtype, history_dtype).arguments()
     plan.add(_multisecant_right_kernel, grid, D=size, new=new, SHARED=shared, SOLVE=inline, **window, **right)
     if n and shared and holds_steps(method):
         plan.add(_multisecant_row_kernel, (batch,), new=new, **window, **sums)

@@ -256,8 +256,8 @@ def specialise_step(case: Case) -> tuple[triton.JITFunction, dict[str, object], 
     elif case.kernel in ("dots", "product"):
         launch, _ = config.transposed_config(case.size, case.window, dtype, DTYPES[case.history])
     elif not case.kernel.startswith("picard"):
-        sums = (3 if case.method == "and1" else 2) if case.kernel.startswith("left") else 1
-        launch = config.sweep_config(case.size, case.window, sums, dtype, DTYPES[case.history], case.warps)
+        held = (3 if case.method == "and1" else 2) if case.kernel.startswith("left") else 1.5
+        launch = config.sweep_config(case.size, case.window, held, dtype, DTYPES[case.history], case.warps)
     if isinstance(launch, config.SweepConfig):
         constants |= launch.arguments()
     constants["BLK"] = launch.block
