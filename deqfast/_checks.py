@@ -179,7 +179,12 @@ def check_batches(z0: Any, x: Any, error: RuntimeError) -> None:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise TypeError if `tensor` is sparse or nested."""
+    """Raise TypeError if `tensor` is sparse, nested or a DTensor."""
+    if hasattr(tensor, "placements"):
+        raise TypeError(
+            f"{name} must be the local shard of a tensor that is spread over processes, {name}.to_local(), with "
+            "state_group= for their process group, got a DTensor"
+        )
     if tensor.is_nested or tensor.layout != torch.strided:
         jagged = "a nested tensor, whose values() are rows for the `groups` of a solve"
         got = jagged if tensor.layout == torch.jagged else "a nested tensor" if tensor.is_nested else tensor.layout

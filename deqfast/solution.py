@@ -62,14 +62,19 @@ _MESSAGES = {
 }
 
 
+CODES = len(Status) + 1  # the running have code 0
+
+
 def count_statuses(status: Tensor) -> list[int]:
     """Return the number of samples of each status, by its code; waits for the device."""
-    codes = values(status).flatten()
+    codes = values(status)
     if codes.numel() > FEW:
-        counts: list[int] = torch.bincount(codes, minlength=len(Status) + 1).tolist()
+        counts: list[int] = torch.bincount(codes.flatten(), minlength=CODES).tolist()
         return counts
-    listed = codes.tolist()
-    return [listed.count(code) for code in range(len(Status) + 1)]
+    counts = [0] * CODES
+    for code in codes.tolist() if codes.dim() == 1 else codes.flatten().tolist():
+        counts[code] += 1
+    return counts
 
 
 @dataclass(frozen=True)

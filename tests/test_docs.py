@@ -17,6 +17,7 @@ README = ROOT / "README.md"
 FOLDERS = ("docs", "docs/pages", "benchmarks")
 PAGES = [README, *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
 NEEDS_A_GPU = "# needs a GPU"
+SEVERAL_PROCESSES = "# torchrun"  # which tests/test_processes.py runs
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 COMMAND = r"(?:^|[ /`])(?:python3?|bash|torchrun|pytest)"
@@ -65,6 +66,8 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for block in python_of(page):
             padded = "\n" * (block.line - 1) + block.text  # a traceback names the line of the page
             code = compile(padded, str(page), "exec")
+            if block.text.startswith(SEVERAL_PROCESSES):
+                continue
             if block.text.startswith(NEEDS_A_GPU) and not torch.cuda.is_available():
                 continue
             exec(code, names)

@@ -45,10 +45,10 @@ def test_the_rows_of_a_value_are_a_view_where_they_can_be():
     packing = Packing(values(2, 3, 4))
     z = packing.pack(values(2, 3, 4))
     value = values(2, 3, 4)
-    assert packing.pack_value(value, z).data_ptr() == value.data_ptr()
+    assert packing.packer(z)(value).data_ptr() == value.data_ptr()
     last = Packing(values(2, 3, 4, 5).to(memory_format=torch.channels_last))
     value = values(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    rows = last.pack_value(value, z)
+    rows = last.packer(z)(value)
     assert rows.data_ptr() == value.data_ptr() and torch.equal(last.unpack(rows), value)
 
 
@@ -60,7 +60,7 @@ def test_another_dtype_or_order_is_copied_once(change):
     packing = Packing(values(2, 3, 4))
     z = packing.pack(values(2, 3, 4))
     value = change(values(2, 3, 4))
-    rows = packing.pack_value(value, z)
+    rows = packing.packer(z)(value)
     assert rows.dtype == torch.float32 and rows.is_contiguous() and rows.data_ptr() != value.data_ptr()
     assert torch.equal(rows.view(2, 3, 4), value.float())
 
@@ -69,5 +69,5 @@ def test_another_dtype_or_order_is_copied_once(change):
 def test_the_rows_of_a_value_are_never_the_iterate(alias):
     packing = Packing(values(2, 3, 4))
     z = packing.pack(values(2, 3, 4))
-    rows = packing.pack_value(alias(packing.unpack(z)), z)
+    rows = packing.packer(z)(alias(packing.unpack(z)))
     assert rows.untyped_storage().data_ptr() != z.untyped_storage().data_ptr() and torch.equal(rows, z)

@@ -11,6 +11,7 @@ from torch import nn
 from deqfast import DEQBlock, Implicit, MixedAnderson, Picard
 from deqfast.api.refusals import REFUSED
 from deqfast.engine.refusals import name_of
+from deqfast.torch_internals.ranks import Ranks
 
 OPTIONS = {
     "drop_converged": {"drop_converged": True},
@@ -25,6 +26,8 @@ OPTIONS = {
     "SHINE": {"adjoint": "shine"},
     "Unrolled": {"adjoint": "unrolled"},
     "Reversible": {"adjoint": "reversible"},
+    "lockstep": {"lockstep": Ranks(())},
+    "state_group": {"state_group": Ranks(())},
 }
 WAYS = {
     "torch.func": lambda call, x: torch.func.vmap(call)(x[:, None]),
@@ -115,14 +118,15 @@ def test_compiled_code_and_exports_refuse_a_step_in_python(solvers):
 def test_the_table_is_whole():
     """An entry that is dropped would be served silently, and takes its test with it."""
     assert {name_of(way): len(options) for way, options in REFUSED.items()} == {
-        "cuda_graph": 9,
-        "compile": 8,
+        "cuda_graph": 10,
+        "compile": 9,
         "SHINE": 1,
         "drop_converged": 1,
+        "state_group": 8,
         "Unrolled": 6,
         "Reversible": 6,
         "trajectory": 6,
-        "torch.func": 7,
-        "torch.export": 5,
+        "torch.func": 9,
+        "torch.export": 7,
         "torch.compile": 2,
     }

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from interpreter import INTERPRETED
 from op_calls import OPTIONS, SHORT_HISTORY, check_bits, examples
 
+import deqfast
 from deqfast import Status
 
 DTYPES = OPTIONS | {"bf16 history": SHORT_HISTORY}
@@ -240,3 +241,39 @@ def test_any_state(method, dtype, batch, size, history, k, events, implementatio
     rows = tuple(event for event in events if method == STEPS or event in EVENTS[:-1])[:batch]
     case = replace(befallen(method, k=k), batch=batch, size=size, rows=rows, **options)
     compare(check_step, replace(case, history=history + k * (method == STEPS)), implementation)
+
+
+@pytest.mark.usefixtures("cpp_kernels")
+class TestBoundSteps:
+    """On a CPU, steps of a solve run without the op; torch must still see them where it looks."""
+
+    @pytest.mark.parametrize("solver", [deqfast.Picard(1e-6, 30, relaxation=0.7), deqfast.Broyden(1e-6, 30)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_same_bits_as_the_op(self, solver, dtype, monkeypatch):
+        torch.manual_seed(0)
+        x, weight = torch.randn(5, 63, dtype=dtype), torch.randn(63, 63, dtype=dtype) / 20
+
+        def solution():
+            return deqfast.solve(lambda z: torch.tanh(z @ weight + x), torch.zeros_like(x), solver, kernel="cpp")
+
+        bound = solution()
+        monkeypatch.setattr("deqfast.ops.choice.runs_only", lambda *tensors: False)
+        by_op = solution()
+        assert bound.converged.all()
+        for name in ("value", "status", "iterations", "residual_rel", "residual_abs", "evaluations"):
+            assert torch.equal(torch.as_tensor(getattr(bound, name)), torch.as_tensor(getattr(by_op, name))), name
+
+    def test_the_profiler_sees_the_op(self):
+        with torch.profiler.profile() as profile:
+            deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Picard(), kernel="cpp")
+        assert "deqfast::picard_step" in {event.key for event in profile.key_averages()}
+
+    def test_wrong_values_and_numbers_of_steps_raise(self):
+        solver, kernel = deqfast.Broyden(1e-6, 3), deqfast.ops.choose_kernel("cpp", torch.device("cpu"))
+        step = solver.bind(solver.init(torch.zeros(2, 8), kernel))
+        assert step(torch.randn(2, 8), 0, False) == 2
+        with pytest.raises(RuntimeError, match="`k` must be at least 0 and below the 2 steps"):
+            step(torch.randn(2, 8), 2, False)
+        for wrong in (torch.randn(2, 7), torch.randn(8, 2).mT, torch.randn(2, 8).double()):
+            with pytest.raises(RuntimeError, match="`fz` must"):
+                step(wrong, 1, False)

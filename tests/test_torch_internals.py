@@ -128,11 +128,11 @@ class TestDispatch:
     def test_what_makes_more_of_an_op_than_its_kernel_is_seen(self):
         """The test of launches has modes and the profiler."""
         x, seen = torch.ones(2), []
-        assert dispatch.runs_only(x, x.clone())
-        assert not dispatch.runs_only(x, torch.nn.Parameter(x))
-        assert not dispatch.runs_only(x, x.to("meta"))
-        torch.vmap(lambda row: seen.append(dispatch.runs_only(x, x)) or row)(x)
-        torch.func.grad(lambda y: seen.append(dispatch.runs_only(x, x)) or y.sum())(x)
+        assert transforms.runs_only(x, x.clone())
+        assert not transforms.runs_only(x, torch.nn.Parameter(x))
+        assert not transforms.runs_only(x, x.to("meta"))
+        torch.vmap(lambda row: seen.append(transforms.runs_only(x, x)) or row)(x)
+        torch.func.grad(lambda y: seen.append(transforms.runs_only(x, x)) or y.sum())(x)
         assert seen == [False, False]
-        only = torch.compile(lambda y: y + 1 if dispatch.runs_only(y, y) else y, backend="eager", fullgraph=True)
+        only = torch.compile(lambda y: y + 1 if transforms.runs_only(y, y) else y, backend="eager", fullgraph=True)
         assert torch.equal(only(x), x)

@@ -46,6 +46,11 @@ constexpr ScalarType scalar_type() {
 constexpr int kAddressBits = 47;
 constexpr int64_t kMaxElements = int64_t(1) << kAddressBits;
 
+// Check `k`, the evaluations before a step.
+inline void check_evaluations(const char* op, int64_t k) {
+  STD_TORCH_CHECK(k >= 0 && k < kMaxIterations, op, ": `k` must be 0 to ", kMaxIterations - 1, ", got ", k);
+}
+
 // Checks run against the first tensor of an op, whose device all others share.
 struct Checker {
   const char* op;
@@ -119,10 +124,6 @@ struct Checker {
             batch};
   }
 
-  // `k`, the evaluations before a step.
-  void check_evaluations(int64_t k) const {
-    STD_TORCH_CHECK(k >= 0 && k < kMaxIterations, op, ": `k` must be 0 to ", kMaxIterations - 1, ", got ", k);
-  }
   void check_max_iter(int64_t max_iter) const {
     STD_TORCH_CHECK(max_iter >= 1 && max_iter <= kMaxIterations, op, ": `max_iter` must be 1 to ", kMaxIterations,
                     ", got ", max_iter);

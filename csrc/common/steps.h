@@ -22,6 +22,8 @@ struct PicardParams {
   Monitor<T> monitor;
   StopRule<T> rule;
   T damping;
+
+  void check() const { check_evaluations("picard_step", rule.k); }
 };
 
 template <class Device>
@@ -29,7 +31,6 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
                  Tensor active, int64_t k, bool last, RuleNumbers rule, double damping) {
   const Checker check{"picard_step", z};
   check.check_rows();
-  check.check_evaluations(k);
   const int64_t batch = z.size(0), dim = z.size(1);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
@@ -41,6 +42,7 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
     p.rule = rule_of<T>(k, last, rule);
     p.damping = static_cast<T>(damping);
+    p.check();
     Device::run(p, z);
   });
 }
@@ -71,7 +73,7 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
                       RuleNumbers rule, int64_t method, double alpha, double beta, double ridge) {
   const Checker check{"multisecant_step", z};
   check.check_rows();
-  check.check_evaluations(k);
+  check_evaluations(check.op, k);
   const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
   const int64_t batch = z.size(0), dim = z.size(1), pairs = history;
   const Window window{k, history, history};
@@ -109,6 +111,11 @@ struct BroydenParams {
   int64_t dim, rows;
   Monitor<T> monitor;
   StopRule<T> rule;
+
+  void check() const {
+    STD_TORCH_CHECK(rule.k >= 0 && rule.k <= rows && (rule.last || rule.k < rows), "broyden_step: `k` must be at least 0 ",
+                    "and below the ", rows, " steps there is room for (at most that if `last`), got ", rule.k);
+  }
 };
 
 template <class Device>
@@ -120,8 +127,6 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
   const int64_t batch = z.size(0), dim = z.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
   STD_TORCH_CHECK(rows >= 1, check.op, ": `steps` must have shape (B, steps, D) with room for one step or more, got ",
                   shape_text(steps.sizes()));
-  STD_TORCH_CHECK(k >= 0 && k <= rows && (last || k < rows), check.op, ": `k` must be at least 0 and below the ", rows,
-                  " steps there is room for (at most that if `last`), got ", k);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     BroydenParams<T> p;
@@ -135,6 +140,7 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
     p.rows = rows;
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
     p.rule = rule_of<T>(k, last, rule);
+    p.check();
     Device::run(p, z);
   });
 }

@@ -2,7 +2,7 @@
 // c_{k-1}). Both sweeps read the steps; the second finds them in the cache if they fit there.
 #include <torch/csrc/stable/library.h>
 
-#include "../common/steps.h"
+#include "bound.h"
 #include "judged.h"
 #include "loops.h"
 
@@ -157,12 +157,15 @@ struct BroydenLoop {
   }
 };
 
+using Bound = Bind<&broyden_step<Binding<Kernels>>, Kernels>;
+
 }  // namespace
 
 DEQFAST_LOOP(broyden_loop, BroydenLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("broyden_step", TORCH_BOX(&Flat<&broyden_step<Kernels>>::Op::call));
+  m.impl("broyden_step_bind", TORCH_BOX(&Flat<&Bound::call>::Op::call));
   m.impl("broyden_loop", TORCH_BOX(&loop_op<BroydenLoop>));
 }
 

@@ -1,7 +1,7 @@
 // picard_step on the CPU: z <- z + damping (f(z) - z), residuals, status and best iterate of every running sample.
 #include <torch/csrc/stable/library.h>
 
-#include "../common/steps.h"
+#include "bound.h"
 #include "judged.h"
 #include "loops.h"
 
@@ -88,12 +88,15 @@ struct PicardLoop {
   }
 };
 
+using Bound = Bind<&picard_step<Binding<Kernels>>, Kernels>;
+
 }  // namespace
 
 DEQFAST_LOOP(picard_loop, PicardLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("picard_step", TORCH_BOX(&Flat<&picard_step<Kernels>>::Op::call));
+  m.impl("picard_step_bind", TORCH_BOX(&Flat<&Bound::call>::Op::call));
   m.impl("picard_loop", TORCH_BOX(&loop_op<PicardLoop>));
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,11 +25,12 @@ from ..gradients.linearised import Linearised
 from ..solution import Solution
 from ..solvers import SOLVERS, Solver
 from ..state.groups import Groups
-from ..state.packing import Packing
+from ..state.packing import Packing, is_of_state
 from ..torch_internals import pytree
 from ..torch_internals.dynamo import is_given_up, untraced
+from ..torch_internals.ranks import DTENSORS, ranks_of
 from ..torch_internals.transforms import check_values, present_context, values
-from ..torch_internals.weights import check_loaded, hold_weights, modules_of
+from ..torch_internals.weights import attribute, check_loaded, hold_weights, modules_of
 from ..transforms import opaque_op
 from ..transforms.export import export
 from ..transforms.functorch import transform
@@ -73,6 +75,11 @@ class DEQBlock(ChecksKeywords, nn.Module):
             solver and shape of a sample. This takes seconds at the first call. Not under torch.func. True, or
             "forward" for the forward solve only, if torch.compile cannot compile the cell's gradient.
         trace: record the residual of each sample's best iterate so far, after every evaluation, in ``Solution.trace``.
+        lockstep: a process group of torch.distributed whose processes end each solve together, because the cell calls
+            collectives. A cell whose parameters are DTensors needs none, see the page More than one process.
+        state_group: a process group whose processes have parts of each sample, such as shards of its features or
+            positions: all tensors of z and their gradients are the local shards, with all samples. Norms, products and
+            statuses are those of whole samples. For Picard, Anderson, Broyden and Auto on kernel "torch".
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
             and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
             warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
@@ -80,8 +87,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
 
     Attributes:
-        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace: as
-            above, with objects instead of names. Assignments are checked like arguments.
+        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace, lockstep,
+            state_group: as above, with objects instead of names. Assignments are checked like arguments.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
@@ -108,8 +115,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
     init: Callable[[Any], Any] | None
     groups: Groups | Tensor | str | None
     trace: bool
+    lockstep: Any
+    state_group: Any
     backward_solution: Solution | None
-    _of_mode: dict[bool, Options]
+    _of_mode: dict[Any, Options]
     _solves: Solves
 
     def __init__(
@@ -129,6 +138,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         cuda_graph: bool | str = False,
         compile: bool | str = False,
         trace: bool = False,
+        lockstep: Any = None,
+        state_group: Any = None,
         warn: bool = True,
     ):
         super().__init__()
@@ -147,6 +158,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             "cuda_graph": cuda_graph,
             "compile": compile,
             "trace": trace,
+            "lockstep": lockstep,
+            "state_group": state_group,
         }
         options = BlockOptions(**given)  # which converts names
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
@@ -227,6 +240,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         if plan.context != "eager":
             asked = self.options.given() + ["training mode"] * self.training
             asked += ["trace of a Solution"] * bool(self.trace and return_solution)
+            asked += ["lockstep"] * (plan.options.lockstep is not None)
             check_served(plan.context, REFUSED[plan.context], asked)
         holds, modules = plan.holds_weights, modules_of(self.cell)
         check_loaded(modules, plan.z0)
@@ -297,7 +311,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
         solves: Solves | None = self._solves
         if groups is not options.groups:  # of this call only: nothing is kept for it
             check_together([*self.options.given(), "groups"])
-            options, solves = self.options.of_solve(self.current_solver, Packing(z0, groups).groups), None
+            options, solves = (
+                self.options.of_solve(self.current_solver, Packing(z0, groups).groups, options.lockstep),
+                None,
+            )
         return Plan(
             cell=self.cell,
             x=x,
@@ -315,9 +332,11 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _options(self) -> Options:
         """Options of the forward solve in this mode, the same object until an option is assigned."""
-        if (options := self._of_mode.get(self.training)) is None:
+        ranks = ranks_of(modules_of(self.cell)) if DTENSORS in sys.modules and self.lockstep is None else None
+        mode = self.training if ranks is None else (self.training, ranks)
+        if (options := self._of_mode.get(mode)) is None:
             groups = self.groups if isinstance(self.groups, Groups) else None
-            options = self._of_mode[self.training] = self.options.of_solve(self.current_solver, groups)
+            options = self._of_mode[mode] = self.options.of_solve(self.current_solver, groups, ranks)
         return options
 
     @property
@@ -337,13 +356,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
         """Start for x, and whether it is zeros that nobody else uses."""
         if self.init is not None:
             return self.init(x), False
-        if (start := getattr(self.cell, "initial_state", None)) is not None:
+        if (start := attribute(self.cell, "initial_state")) is not None:
             if not callable(start):
                 raise TypeError(f"initial_state of the cell must be a method of x, got {type(start).__name__}")
             return start(x), False
-        (leaf, *others) = [x] if isinstance(x, Tensor) else pytree.tree_leaves(x) or [None]
-        if not others and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            return torch.zeros_like(leaf), True
+        leaves = [x] if isinstance(x, Tensor) else pytree.tree_leaves(x)
+        if len(leaves) == 1 and isinstance(leaves[0], Tensor) and is_of_state(leaves[0]):
+            return torch.zeros_like(leaves[0]), True
         kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
             f"no initial state: x is not a single floating-point or complex tensor, got {kind}. Pass z0 to the call, "

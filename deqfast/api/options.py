@@ -18,6 +18,7 @@ from ..ops import check_kernel_name
 from ..solvers import Solver, as_solver
 from ..state.groups import Groups
 from ..state.packing import check_scale
+from ..torch_internals.ranks import Ranks, as_ranks
 from .refusals import check_together
 
 
@@ -41,6 +42,8 @@ class BlockOptions:
     cuda_graph: bool | str
     compile: bool | str
     trace: bool
+    lockstep: Any
+    state_group: Any
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "solver", as_solver(self.solver))
@@ -52,6 +55,8 @@ class BlockOptions:
         for name in ("init", "stop_fn"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
+        for name in ("lockstep", "state_group"):
+            object.__setattr__(self, name, as_ranks(name, getattr(self, name)))
         check_together(self.given())
         if self.compile:
             check_solver(self.solver)
@@ -61,12 +66,13 @@ class BlockOptions:
 
     def given(self) -> list[Option]:
         """Names of the options that are given, and the classes of the solvers and the adjoint."""
-        named = "drop_converged", "trace", "stop_fn", "groups", "scale", "cuda_graph", "compile"
-        names = [name for name in named if getattr(self, name) is not None and getattr(self, name) is not False]
+        names = [name for name in NAMED if getattr(self, name) is not None and getattr(self, name) is not False]
         return [*names, *kinds(self.solver), *kinds(self.eval_solver), *kinds(self.adjoint)]
 
-    def of_solve(self, solver: Solver, groups: Groups | None) -> Options:
-        """Options of a forward solve."""
+    def of_solve(self, solver: Solver, groups: Groups | None, ranks: Ranks | None = None) -> Options:
+        """Options of a forward solve; `ranks` are the processes that share the cell's weights, if any."""
+        if ranks is not None:
+            check_together([*self.given(), "lockstep"])
         return Options(
             solver=solver,
             kernel=self.kernel,
@@ -75,8 +81,11 @@ class BlockOptions:
             stop_fn=self.stop_fn,
             drop_converged=self.drop_converged,
             trace=self.trace,
+            lockstep=self.lockstep or ranks,
+            state_group=self.state_group,
         )
 
 
+NAMED = ("drop_converged", "trace", "stop_fn", "groups", "scale", "cuda_graph", "compile", "lockstep", "state_group")
 ASSIGNED = [each.name for each in fields(BlockOptions) if each.name not in ("cuda_graph", "compile")]
 """Options that a block has as attributes, which may be assigned."""

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from ..engine.loop import StopFn
-from ..engine.refusals import check_served
+from ..engine.refusals import check_served, kinds
 from ..engine.solve import Options, Solve
 from ..solution import Solution
 from ..solvers import Solver, as_solver
 from ..state.groups import Groups
+from ..torch_internals.ranks import as_ranks
 from ..torch_internals.transforms import check_plain, check_values, present_context
 from ..transforms.export import solve_in_export
 from .refusals import REFUSED, check_together
@@ -29,6 +30,8 @@ def solve(
     stop_fn: StopFn | None = None,
     drop_converged: bool = False,
     trace: bool = False,
+    lockstep: Any = None,
+    state_group: Any = None,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -58,6 +61,9 @@ def solve(
         drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
             called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.
+        lockstep: a process group of torch.distributed whose processes end the solve together, because f calls
+            collectives. See the page More than one process.
+        state_group: a process group whose processes have parts of each sample, as for ``DEQBlock``.
 
     Returns:
         Solution, whose `value` has the structure, dtypes and memory order of z0.
@@ -79,8 +85,10 @@ def solve(
     solver = as_solver(solver)
     if stop_fn is not None and not callable(stop_fn):
         raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
-    if groups is not None:
-        check_together(["groups", *["drop_converged"] * drop_converged])
+    if groups is not None or state_group is not None:
+        given = {"groups": groups, "drop_converged": drop_converged or None, "stop_fn": stop_fn}
+        given |= {"state_group": state_group}
+        check_together([*(name for name, value in given.items() if value is not None), *kinds(solver)])
     options = Options(
         solver=solver,
         kernel=kernel,
@@ -89,10 +97,13 @@ def solve(
         stop_fn=stop_fn,
         drop_converged=drop_converged,
         trace=trace,
+        lockstep=as_ranks("lockstep", lockstep),
+        state_group=as_ranks("state_group", state_group),
     )
     context = present_context()
     if context == "torch.export":
         options_given = ["stop_fn"] * (stop_fn is not None) + ["trace of a Solution"] * trace
+        options_given += ["lockstep"] * (lockstep is not None) + ["state_group"] * (state_group is not None)
         check_served(context, REFUSED[context], options_given)
         return solve_in_export(f, z0, options)
     if context == "torch.func":

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from torch import nn
 
 from ..solution import Solution
 from ..solvers import Solver
-from ..torch_internals.weights import modules_of
+from ..torch_internals.weights import NOTHING, modules_of
 
 _EVENTS = {"begin_solve", "end_solve", "cancel_solve"}
 
@@ -127,7 +127,7 @@ def solving(modules: Sequence[nn.Module], cancelled: bool = False) -> AbstractCo
     """Notify the modules of a cell when a solve begins and ends; `cancelled`: end it as after an error."""
     kinds: Any = map(type, modules)
     hooked = [m for m, kind in zip(modules, kinds, strict=True) if _takes_part(kind) or _EVENTS & m.__dict__.keys()]
-    return _solving(hooked, cancelled) if hooked else nullcontext()
+    return _solving(hooked, cancelled) if hooked else NOTHING
 
 
 @functools.cache

@@ -15,10 +15,11 @@ from ..ops.steps.reference import begun, evaluated
 from ..solution import Status
 from ..solvers.base import State
 from ..state.packing import Packing, countable, evaluate, versions, writes
+from ..torch_internals.ranks import InStep
 
 
 def iterate(
-    advance: Callable[[int, int], None],
+    advance: Callable[[int, int], int | None],
     max_iter: int,
     watch: Watch,
     patience: int = 0,
@@ -26,21 +27,25 @@ def iterate(
 ) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number.
 
-    The host looks as often as the watch says. After every `patience` iterations, and when all samples are done,
-    `resume(k)` may let samples run again. It returns the number of the next iteration.
+    It may return the number of running samples. Else the host looks, as often as the watch says. After every `patience`
+    iterations, and when all samples are done, `resume(k)` may let samples run again. It returns the number of the next
+    iteration.
     """
     first = made = 0
     while first < max_iter:
         until = min(first + watch.every, max_iter)
         if patience:
             until = min(until, first - first % patience + patience)
-        advance(first, until)
+        running = advance(first, until)
         made, first = made + until - first, until
         if first < max_iter:
-            done = watch.count() == 0
+            if running is None or watch.is_common:
+                running = watch.count()
+            else:
+                watch.known = running
+            done = not running
             if patience and (done or first % patience == 0):
-                first = resume(first)
-                watch.forget()
+                first = watch.resumed(resume(first))
             elif done:
                 break
     return made
@@ -51,9 +56,10 @@ class Watch:
 
     Attributes:
         every: iterations between two looks at the number.
+        is_common: other processes count too.
     """
 
-    every = 1
+    every, is_common = 1, False
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
@@ -63,9 +69,10 @@ class Watch:
         self.known = int(self.active)
         return self.known
 
-    def forget(self) -> None:
-        """Forget the number, which is outdated."""
+    def resumed(self, k: int) -> int:
+        """Forget the number, which is outdated; return the number of the next iteration, k if this process decides."""
         self.known = -1
+        return k
 
 
 class LateWatch(Watch):
@@ -91,9 +98,29 @@ class LateWatch(Watch):
         self.arrived.record(self.stream)
         return self.known
 
-    def forget(self) -> None:
-        super().forget()
+    def resumed(self, k: int) -> int:
         self.arrived = None
+        return super().resumed(k)
+
+
+class CommonWatch(Watch):
+    """Number on the rank on which most samples run. `known` is the number on this rank.
+
+    All ranks have begun when a watch exists: the first exchange says that no start was refused.
+    """
+
+    is_common = True
+
+    def __init__(self, active: Tensor, ranks: InStep) -> None:
+        super().__init__(active)
+        self.ranks = ranks
+        ranks.most(0)
+
+    def count(self) -> int:
+        return self.ranks.most(super().count())
+
+    def resumed(self, k: int) -> int:
+        return -self.ranks.most(-super().resumed(k))  # the least: a rank without running samples ends its own solve
 
 
 def watch_of(active: Tensor) -> Watch:
@@ -111,12 +138,12 @@ Evaluation = Callable[[], tuple[Any, Tensor]]
 
 def whole(f: Callable[[Any], Any], packing: Packing, state: State) -> Evaluation:
     """Evaluations of all samples."""
-    z, unpack, pack_value = state.z, packing.unpack, packing.pack_value
+    z, unpack, pack = state.z, packing.unpack, packing.packer(state.z)
     if not packing.is_view:
 
         def call() -> tuple[Any, Tensor]:
             value = evaluate(f, unpack(z))
-            return value, pack_value(value, z)
+            return value, pack(value)
 
         return call
     is_rows = packing.is_rows
@@ -127,7 +154,7 @@ def whole(f: Callable[[Any], Any], packing: Packing, state: State) -> Evaluation
         value = f(z.view_as(z) if is_rows else unpack(z))
         if z._version != before:
             raise writes()
-        return value, pack_value(value, z)
+        return value, pack(value)
 
     return call_with_view
 
@@ -153,11 +180,11 @@ class Compaction:
         if (which := self.rows) is None:
             self.samples += packing.batch
             value = evaluate(self.f, packing.unpack(z), None)
-            return value, packing.pack_value(value, z)
+            return value, packing.packer(z)(value)
         part, own = packing.resized(len(which)), z.index_select(0, which)
         self.samples += part.batch
         value = evaluate(self.f, part.unpack(own), which)
-        rows = part.pack_value(value, own)
+        rows = part.packer(own)(value)
         if self.fills:
             value = part.fill(packing.unpack(z), value, which)
         return value, rows.new_empty(packing.batch, rows.shape[1]).index_copy_(0, which, rows)

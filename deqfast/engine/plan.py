@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 from ..solution import Solution, Status
 from ..solvers import Solver
 from ..state.groups import Groups
-from ..state.rows import dropped_samples, per_row, take_rows, without_broken
+from ..state.rows import dropped_samples, has_candidates, per_row, take_rows, without_broken
 from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of
+from ..torch_internals.ranks import InStep
 from ..torch_internals.transforms import Context
+from ..torch_internals.weights import attribute
 from .runners.compiled import Compiled
 from .runners.cuda_graph import Graphs
 from .solve import Inverse, Options, Solve, Solves
@@ -84,9 +87,17 @@ class Plan:
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
         """(z*, x, broken), see ``rows.without_broken``."""
-        if not solution.may_include(Status.NONFINITE):
+        options, ranks = self.options, None
+        if options.state_group is not None:
+            dropped_samples(
+                self.x, len(solution.status), self.per_sample, "state_group needs one answer on all processes"
+            )
+        if options.lockstep is not None and has_candidates(self.x, self.per_sample):  # which ranks try together
+            ranks = InStep(options.lockstep, solution.status.device, options.state_group)
+        elif not solution.may_include(Status.NONFINITE):
             return solution.value, self.x, None
-        return without_broken(self.cell, self.x, solution, self.options.groups, self.per_sample)
+        with ranks or nullcontext():
+            return without_broken(self.cell, self.x, solution, options.groups, self.per_sample, ranks)
 
     def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:
         """Value that gets the gradient: z*, or `outputs` in all rows that did not break down."""
@@ -106,7 +117,9 @@ def run(plan: Plan) -> Solution:
     """
     options = plan.options
     in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
-    if hasattr(plan.cell, "fixed_point") and not in_steps and options.groups is None and options.scale is None:
+    in_parts = in_steps or options.groups is not None or options.scale is not None
+    in_parts = in_parts or options.lockstep is not None or options.state_group is not None
+    if not in_parts and attribute(plan.cell, "fixed_point") is not None:
         return _by_cell(plan)
     return _by_solver(plan)
 

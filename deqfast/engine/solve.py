@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,13 +15,16 @@ from torch import Tensor
 from ..ops import Kernel, choose_kernel
 from ..ops.steps import StopRule
 from ..solution import Solution
-from ..solvers import Solver
+from ..solvers import Anderson, Auto, Broyden, Picard, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import Multisecant
 from ..state.floors import PRECISIONS
 from ..state.packing import Packing
+from ..state.rows import all_finite
 from ..torch_internals import pytree
-from .loop import Compaction, StopFn, iterate, recording, stopping, watch_of, whole
+from ..torch_internals.ranks import InStep, Ranks
+from ..torch_internals.weights import NOTHING
+from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, watch_of, whole
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
@@ -34,6 +36,7 @@ class Options:
     """What a solve is asked for, apart from f and z0; see ``deqfast.solve``. A key by identity.
 
     keeps_inverse: keep the history of Anderson or Broyden, for the estimate of the inverse.
+    lockstep: processes that end the solve together. state_group: processes that have parts of each sample.
     """
 
     solver: Solver
@@ -43,6 +46,8 @@ class Options:
     stop_fn: StopFn | None = None
     drop_converged: bool = False
     trace: bool = False
+    lockstep: Ranks | None = None
+    state_group: Ranks | None = None
     keeps_inverse: bool = False
     _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
 
@@ -54,7 +59,7 @@ class Options:
     def linear(self, solver: Solver) -> tuple[Options, Options]:
         """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale."""
         if solver not in self._linear:
-            options = Options(solver=solver, kernel=self.kernel, groups=self.groups, scale=self.scale)
+            options = replace(self, solver=solver, stop_fn=None, drop_converged=False, trace=False, keeps_inverse=False)
             inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
             self._linear[solver] = options, replace(options, scale=inverse)
         return self._linear[solver]
@@ -71,8 +76,9 @@ class Solve:
     def __init__(self, z0: Any, options: Options) -> None:
         self.options, self.solver = options, options.solver
         self.packing = Packing(z0, options.groups, options.scale)
-        self.kernel = choose_kernel(options.kernel, self.packing.device)
-        self.max_iter = self.solver.max_iter if self.packing.batch else 0
+        self.kernel = kernel_of(options, self.packing.device)
+        evaluates = self.packing.batch or options.lockstep is not None  # as often as the others
+        self.max_iter = self.solver.max_iter if evaluates else 0
         self._init = init_of(options)
         self._rules: dict[Any, StopRule] = {}
 
@@ -82,9 +88,11 @@ class Solve:
         is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
         inverse.
         """
-        with torch.no_grad():
+        together, parts = self.options.lockstep, self.options.state_group
+        with torch.no_grad(), InStep(together, self.packing.device, parts) if together else NOTHING as ranks:
             state = self.begin(z0, is_fresh)
-            watch, f = watch_of(state.active), self.solver.wrap(f, self.packing, state)
+            watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
+            f = self.solver.wrap(f, self.packing, state)
             compaction = None
             if self.options.drop_converged:
                 compaction = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)
@@ -102,27 +110,29 @@ class Solve:
 
     def begin(self, z0: Any, is_fresh: bool = False) -> State:
         """State before the first evaluation; ValueError if z0 is not finite."""
-        # In inference mode torch does not count in-place operations of f.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
-                rows = z0
-            else:
-                rows = self.packing.pack(z0)
-                if not is_fresh:
-                    check_finite(rows)
-            state = self._init(rows, self.kernel)
-            if self.options.trace:
-                state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
+        if torch.is_inference_mode_enabled():  # in which torch does not count in-place operations of f
+            with torch.inference_mode(False):
+                return self.begin(z0, is_fresh)
+        if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
+            rows = z0
+        else:
+            rows = self.packing.pack(z0)
+            if not is_fresh:
+                check_finite(rows, self.options.state_group)
+        state = self._init(rows, self.kernel)
+        if self.options.trace:
+            state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
         return state
 
-    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], None]:
-        """Function that runs the iterations `first` ... `until` - 1."""
+    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], int | None]:
+        """Function that runs the iterations `first` ... `until` - 1; it returns the last step's result."""
         last, stop_fn, step = self.solver.max_iter - 1, self.options.stop_fn, None
         before = [] if stop_fn is None else [stopping(stop_fn, self.packing, state)]
         after = [] if state.trace is None else [recording(state)]
 
-        def advance(first: int, until: int) -> None:
+        def advance(first: int, until: int) -> int | None:
             nonlocal step
+            running = None
             for k in range(first, until):
                 value, rows = evaluate()
                 if step is None:
@@ -130,9 +140,10 @@ class Solve:
                     step = self.solver.bind(state)
                 for part in before:
                     rows = part(value, rows, k)
-                step(rows, k, k == last)
+                running = step(rows, k, k == last)
                 for note in after:
                     note()
+            return running
 
         return advance
 
@@ -162,9 +173,10 @@ def solution_of(
 ) -> Solution:
     """Solution of a solve with these results; `residuals` are the relative and the absolute ones."""
     measure = int(solver.is_absolute)
-    traces: Any = (None, None) if trace is None else trace[:evaluations].unbind(1)
-    return Solution(
-        value=packing.unpack(best),
+    traces = (None, None) if trace is None else trace[:evaluations].unbind(1)
+    solution = object.__new__(Solution)
+    solution.__dict__.update(  # at once: a frozen dataclass sets its fields one by one
+        value=best if packing.is_rows else packing.unpack(best),
         status=status,
         iterations=iterations,
         residual=residuals[measure],
@@ -176,13 +188,25 @@ def solution_of(
         trace_rel=traces[0],
         trace_abs=traces[1],
     )
+    return solution
 
 
-def check_finite(rows: Tensor) -> Tensor:
-    """Return the rows (B, D) of a z0; ValueError if any are not finite."""
+def kernel_of(options: Options, device: torch.device) -> Kernel:
+    """Kernel of a solve; ValueError if it cannot sum over the processes that have parts of its samples."""
+    if options.state_group is None:
+        return choose_kernel(options.kernel, device)
+    if type(options.solver) not in (Picard, Anderson, Broyden, Auto):
+        raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
+    if options.kernel not in ("auto", "torch"):
+        raise ValueError(f"state_group runs on kernel 'torch', which sums over processes, got {options.kernel!r}")
+    return Kernel("torch", parts=options.state_group)
+
+
+def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:
+    """Return the rows (B, D) of a z0; ValueError if any are not finite, on each process that has a part of them."""
     # A finite sum has finite terms only; a sum that is not finite may have overflowed.
-    if not math.isfinite(rows.sum()):
-        finite = torch.isfinite(rows).all(dim=1)
+    if parts is not None or not math.isfinite(rows.sum()):
+        finite = all_finite([rows], parts)
         if not bool(finite.all()):
             raise not_finite(finite)
     return rows

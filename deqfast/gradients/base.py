@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -235,14 +236,18 @@ def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
     return any(node.to.graph.behind[1] for node in attached) or bool(Graph(sources, leaves, 0).behind[0])
 
 
-@torch.no_grad()
 def confirmed(solution: Solution, options: Options, z: Any, evaluation: list[Tensor]) -> Solution:
     """Return the solution, with the status INCONSISTENT for converged samples that this evaluation at z* contradicts.
 
     A difference of twice the residual or the tolerance, plus the rounding of f, is allowed. Nothing waits for a GPU.
     """
-    if not len(solution.status) or not solution.may_include(Status.CONVERGED):
-        return solution
+    if solution.may_include(Status.CONVERGED) and len(solution.status):
+        with torch.no_grad():
+            return _compared(solution, options, z, evaluation)
+    return solution
+
+
+def _compared(solution: Solution, options: Options, z: Any, evaluation: list[Tensor]) -> Solution:
     leaves = pytree.tree_leaves(z)
     device = leaves[0].device
     values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))
@@ -250,7 +255,14 @@ def confirmed(solution: Solution, options: Options, z: Any, evaluation: list[Ten
     solver = options.solver
     gaps = [y - leaf for y, leaf in zip(evaluation, leaves, strict=True)]
     factors = factors_of(options.scale, pytree.tree_structure(z))
-    size, gap = (sample_norms(of, options.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
+    norms = partial(
+        sample_norms,
+        groups=options.groups,
+        maximum=solver.norm == "max",
+        factors=factors,
+        parts=options.state_group,
+    )
+    size, gap = norms(evaluation), norms(gaps)
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)
     bound = allowed + rounding * size if solver.is_absolute else (allowed + rounding) * size
     if solver.offset:

@@ -14,7 +14,7 @@ from ..solution import Solution
 from ..solvers import Solver
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
-from ..state.rows import known_finite, per_row, rows_of
+from ..state.rows import all_finite, known_finite, per_row
 from ..torch_internals import pytree
 from .derivative import of_members
 from .linearised import Product
@@ -63,15 +63,17 @@ class LinearSolve:
             members: number of members of a vmap whose rows are in this batch.
         """
         finite, start = None, right
-        if not all(map(known_finite, right)):
-            finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in right]).all(dim=0)
+        parts = self.options.state_group
+        if parts is not None or not all(map(known_finite, right)):
+            finite = all_finite(right, parts)
             start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
         options = self.options if members == 1 else of_members(self.options, members)
         groups = options.groups
         # The system is linear: with a right-hand side of size 1 the scale of the loss does not matter. Beyond 2^100 the
         # factor would not be representable.
         factors = factors_of(options.scale, spec)
-        exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
+        norms = sample_norms(start, groups, maximum=True, factors=factors, parts=parts)
+        exponent = torch.frexp(norms).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         of_rows = sizes if groups is None else groups.of_rows(sizes)
         start = [(g / per_row(of_rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes

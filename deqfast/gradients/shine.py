@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,12 +69,14 @@ class _Shared(Rule):
     def __init__(self, fallback: float, solution: Solution, plan: Plan, inverse: Inverse) -> None:
         super().__init__("SHINE")
         self.fallback, self.groups, self.inverse = fallback, plan.groups, inverse
+        self.parts = plan.options.state_group
         self.spec = pytree.tree_structure(solution.value)
         self.factors = factors_of(plan.options.linear(plan.solver)[1].scale, self.spec)
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         shared = pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, self.spec)))
-        lengths, of_jfb = (sample_norms(of, self.groups, factors=self.factors) for of in (shared, grads))
+        norms = partial(sample_norms, groups=self.groups, factors=self.factors, parts=self.parts)
+        lengths, of_jfb = norms(shared), norms(grads)
         trusted = lengths <= self.fallback * of_jfb
         trusted = trusted if self.groups is None else self.groups.of_rows(trusted)
         return [torch.where(per_row(trusted, u), u, g) for u, g in zip(shared, grads, strict=True)]

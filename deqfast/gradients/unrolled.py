@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from ..state.rows import per_row, stand_in
 from ..torch_internals import pytree
 from ..torch_internals.autograd import Graph, detached, requiring_grad
 from ..torch_internals.dynamo import outside_exports
+from ..torch_internals.ranks import InStep
 from ..torch_internals.transforms import values
 from ..torch_internals.weights import as_now, behind_held, next_node, tensors_of
 from .base import Adjoint
@@ -34,23 +36,30 @@ class Iterated(Adjoint):
     """
 
     def __call__(self, plan: Plan) -> tuple[Any, Solution]:
-        packing = Packing(plan.z0, plan.groups, plan.options.scale)
+        packing, together = Packing(plan.z0, plan.groups, plan.options.scale), plan.options.lockstep
+        with InStep(together, packing.device) if together else nullcontext() as ranks:
+            return self._call(plan, packing, ranks)
+
+    def _call(self, plan: Plan, packing: Packing, ranks: InStep | None) -> tuple[Any, Solution]:
         if plan.context != "torch.export":
             with torch.no_grad():
                 check_finite(values(packing.pack(plan.z0)))
+        if ranks is not None:
+            ranks.most(0)  # all may begin
         value, solution = self.iterate(plan, packing, plan.z0, plan.x)
         broken = solution.status == Status.NONFINITE
+        rows = broken if plan.groups is None else plan.groups.of_rows(broken)
         if plan.context == "torch.export":
-            value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z, v), value, plan.z0)
+            value = pytree.tree_map(lambda v, z: torch.where(per_row(rows, v), z, v), value, plan.z0)
             return value, replace(solution, value=value)
-        if not bool(values(broken).any()):
+        is_broken = bool(values(broken).any())
+        if not (is_broken if ranks is None else ranks.any(is_broken)):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Iterate again with healthy rows in place of the broken ones, which then do not affect the others' gradients.
-        _, x, rows = plan.without_broken(solution)
-        assert rows is not None
+        _, x, _ = plan.without_broken(solution)
         z0 = pytree.tree_map(lambda leaf: stand_in(leaf, rows), plan.z0)
         healthy, _ = self.iterate(plan, packing, z0, x)
-        value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, plan.z0)
+        value = pytree.tree_map(lambda v, z: torch.where(per_row(rows, v), z.detach(), v), healthy, plan.z0)
         return value, replace(solution, value=detached(value))
 
     def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:

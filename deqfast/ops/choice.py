@@ -17,11 +17,11 @@ from .. import _extension
 from .._checks import check_choice
 from .._extension import Availability
 from ..kernels.constants import MAX_GPU_HISTORY
-from ..torch_internals.dispatch import runs_only
 from ..torch_internals.dynamo import constant_in_traces
+from ..torch_internals.transforms import runs_only
 from .memory import empty_history
 from .registry import OPS
-from .steps import StopRule
+from .steps import Parts, StopRule
 
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
@@ -68,16 +68,18 @@ _REFERENCES = {name: op.reference for name, op in OPS.items()}
 class Kernel:
     """The chosen implementation of every op.
 
-    in_graph: the steps become part of an exported graph, in which all memory has values.
+    in_graph: the steps become part of an exported graph, in which all memory has values. parts: with kernel "torch",
+    what sums over rows that are parts of one sample.
     """
 
     name: str
     in_graph: bool = False
+    parts: Parts | None = None
 
     def op(self, name: str) -> Callable[..., Any]:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
         if self.name == "torch":
-            return _REFERENCES[name]
+            return _REFERENCES[name] if self.parts is None else functools.partial(_REFERENCES[name], parts=self.parts)
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
 
     def step(self, name: str, rule: StopRule, *numbers: float) -> Callable[..., None]:
@@ -102,14 +104,25 @@ class Kernel:
 
     def bind(
         self, name: str, z: Tensor, tensors: tuple[Tensor, ...], rule: StopRule, *numbers: float
-    ) -> Callable[[Tensor, int, bool], None]:
-        """``step`` with its tensors, except f(z), as a function of f(z), k and last."""
-        if self.name == "triton":
+    ) -> Callable[[Tensor, int, bool], int | None]:
+        """``step`` with its tensors, except f(z), as a function of f(z), k and last.
+
+        On a CPU, steps run without the op if torch does not need to see them: the dispatcher takes longer.
+        """
+        if self.name != "cpp" or not OPS[name].binds or not runs_only(z, z):
             step = self.step(name, rule, *numbers)
             return lambda fz, k, last: step(z, fz, *tensors, k, last)
-        op, given = self.op(name), (*rule, *numbers)
-        op = getattr(op, "default", op)
-        return lambda fz, k, last: op(z, fz, *tensors, k, last, *given)
+        assert _extension.cpp_module is not None
+        bind = getattr(torch.ops.deqfast, f"{name}_bind").default
+        run = _extension.cpp_module.bound_step(bind(z, z, *tensors, 0, False, *rule, *numbers))
+        size, dtype = z.numel(), z.dtype
+
+        def bound(fz: Tensor, k: int, last: bool) -> int | None:
+            if fz.dtype is dtype and fz.numel() == size and fz.is_contiguous() and fz.is_cpu:
+                return run(fz.data_ptr(), k, last)
+            return self.step(name, rule, *numbers)(z, fz, *tensors, k, last)  # its errors say what is wrong
+
+        return bound
 
     def history(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a solve's history. In a graph it is zeros, which stand for pairs that change nothing."""

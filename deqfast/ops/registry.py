@@ -131,7 +131,8 @@ class Op:
 
     limits: allowed sizes of its dimensions. check: raises ValueError if the Triton kernel does not support the tensors,
     without reading their values. triton: the module of ``deqfast.kernels`` that launches it; None: it has no Triton
-    kernel.
+    kernel. binds: the CPU has a `name`_bind with the same arguments, whose result is the address of a step with these
+    tensors and numbers.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Op:
     limits: Mapping[str, Range] = field(default_factory=dict)
     check: Callable[[str, Any], None] | None = None
     triton: str | None = None
+    binds: bool = False
 
     @cached_property
     def _fields(self) -> dict[str, tuple[type, Any]]:
@@ -216,7 +218,7 @@ class Op:
         """Reference of the op in plain torch."""
         function = getattr(import_module(f"{self.arguments.__module__}.reference"), self.name)
         _ = self._records  # now, because a trace cannot enter the lock of a cached property
-        return lambda *values: function(self._bind(*values))
+        return lambda *values, **more: function(self._bind(*values), **more)
 
     @cached_property
     def _launch(self) -> Callable[..., None]:
@@ -366,5 +368,7 @@ def register(op: Op) -> None:
     for name in (op.name, f"{op.name}_triton") if op.triton else (op.name,):
         library.define(name + op.schema)
         torch.library.register_fake(f"deqfast::{name}", op.fake, lib=library)
+    if op.binds:
+        library.define(f"{op.name}_bind{op.schema.replace('()', 'int')}")
     for key in ("CPU", "CUDA") if op.triton else ():
         library.impl(f"{op.name}_triton", op.run_triton, key)

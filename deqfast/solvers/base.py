@@ -18,7 +18,8 @@ from ..ops import Kernel
 from ..ops.steps import PROGRESS, StopRule
 from ..state.packing import Packing
 
-Step = Callable[[Tensor, int, bool], None]
+Step = Callable[[Tensor, int, bool], int | None]
+"""Step from f(z), k and last; it returns the number of samples that still run, if the host knows it."""
 # With atol / rtol above this, float32 could not represent the residuals.
 MAX_ATOL = 1e20
 

@@ -8,17 +8,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..torch_internals.ranks import Ranks
 from .groups import Groups
 from .rows import rows_of
 
 
 def sample_norms(
-    leaves: Sequence[Tensor], groups: Groups | None, maximum: bool = False, factors: list[float] | None = None
+    leaves: Sequence[Tensor],
+    groups: Groups | None,
+    maximum: bool = False,
+    factors: list[float] | None = None,
+    parts: Ranks | None = None,
 ) -> Tensor:
     """Norms of the samples, (B,) in float64, in which no square of a float32 overflows or underflows.
 
-    `maximum`: norms are the largest magnitudes. `factors`: divisors of the leaves, see ``factors_of``.
+    `maximum`: norms are the largest magnitudes. `factors`: divisors of the leaves, see ``factors_of``. `parts`: the
+    processes that have parts of each sample.
     """
+    if parts is not None:
+        own = sample_norms(leaves, groups, maximum, factors)
+        return parts.most(own.clone()) if maximum else parts.sum(own.square()).sqrt()
     if maximum:
         norms = [_largest(rows_of(leaf)) for leaf in leaves]
     else:

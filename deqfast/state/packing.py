@@ -220,21 +220,24 @@ class Packing:
                 raise TypeError(f"f must return {kind} tensors for {of_state.dtype} ones, got {leaf.dtype}")
         return leaves
 
-    def pack_value(self, value: Any, z: Tensor) -> Tensor:
-        """Rows of f's output: a view of it if its dtype and memory order allow this, never of the iterate `z`."""
-        first = self.leaves[0]
-        if (
-            self.is_rows
-            and isinstance(value, Tensor)
-            and value.shape == first.shape
-            and value.dtype == self.dtype
-            and value.device == self.device
-            and value.is_contiguous()
-        ):
-            rows = value
-        else:
-            rows = self.rows_of_value(value)
-        return rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
+    def packer(self, z: Tensor) -> Callable[[Any], Tensor]:
+        """Map from f's output to its rows: a view of it if its dtype and memory order allow this, never of `z`."""
+        shape, dtype, device, first, size = z.shape, z.dtype, z.device, z.data_ptr(), z.nbytes
+        is_rows, rows_of_value = self.is_rows, self.rows_of_value
+
+        def pack(value: Any) -> Tensor:
+            if not (
+                is_rows
+                and isinstance(value, Tensor)
+                and value.dtype is dtype
+                and value.shape == shape
+                and value.is_contiguous()
+                and value.device == device
+            ):
+                value = rows_of_value(value)
+            return value.clone() if -size < value.data_ptr() - first < size else value
+
+        return pack
 
     def rows_of_value(self, value: Any) -> Tensor:
         """Rows of f's output: a view of it, or the output itself, if its dtype and memory order allow this."""

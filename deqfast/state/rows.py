@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..solution import Solution, Status
 from ..torch_internals import pytree
+from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.transforms import values
 from ..torch_internals.weights import modules_of, undone
 from .groups import Groups
@@ -26,6 +27,12 @@ def rows_of(leaf: Tensor) -> Tensor:
     """The rows of `leaf` as a matrix (N, D); of complex numbers the real and imaginary parts."""
     leaf = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
     return leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+
+
+def all_finite(leaves: Sequence[Tensor], parts: Ranks | None = None) -> Tensor:
+    """Mask (N,) of the rows whose numbers are finite in all leaves, and on all processes that have a part of them."""
+    finite = torch.stack([torch.isfinite(rows_of(leaf)).all(dim=1) for leaf in leaves]).all(dim=0)
+    return finite if parts is None else parts.most((~finite).int()) == 0
 
 
 def known_finite(tensor: Tensor) -> bool:
@@ -60,16 +67,23 @@ def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
     return marks
 
 
-def dropped_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
-    """As ``mark_samples``, for a solve that drops rows; ValueError if a leaf may be a weight."""
+def dropped_samples(
+    x: Any, rows: int, declared: Any = None, why: str = "drop_converged drops rows"
+) -> list[bool | None]:
+    """As ``mark_samples``, if nothing can be tried, with the reason why; ValueError if a leaf may be a weight."""
     marks = mark_samples(x, rows, declared)
     if None in marks:
         example = pytree.tree_unflatten([mark is not False for mark in marks], pytree.tree_structure(x))
         raise ValueError(
-            "per_sample must say which tensors of x have a row per sample, because x has several and drop_converged "
-            f"drops rows: give a tree of True and False, such as per_sample={example!r}"
+            f"per_sample must say which tensors of x have a row per sample, because x has several and {why}: give a "
+            f"tree of True and False, such as per_sample={example!r}"
         )
     return marks
+
+
+def has_candidates(x: Any, declared: Any = None) -> bool:
+    """Return whether several leaves of x may have rows of samples, for any number of rows."""
+    return declared is None and sum(map(_may_be_per_sample, pytree.tree_leaves(x))) > 1
 
 
 def _may_be_per_sample(leaf: Any) -> bool:
@@ -85,32 +99,41 @@ def take_rows(x: Any, marks: list[bool | None], rows: Tensor) -> Any:
 
 
 def without_broken(
-    f: Function, x: Any, solution: Solution, groups: Groups | None = None, declared: Any = None
+    f: Function,
+    x: Any,
+    solution: Solution,
+    groups: Groups | None = None,
+    declared: Any = None,
+    ranks: InStep | None = None,
 ) -> tuple[Any, Any, Tensor | None]:
     """(z*, x, broken), with a healthy row in place of each sample whose solve of f met a value that is not finite.
 
-    broken: (N,) mask of these rows; None if there are no samples.
+    broken: (N,) mask of these rows; None if there are no samples. ranks: see ``with_stand_ins``.
     """
     broken = solution.status == Status.NONFINITE
     if groups is not None:
         broken = groups.of_rows(broken)
-    if not len(broken):
+    if not len(broken) and ranks is None:
         return solution.value, x, None
-    z, x = with_stand_ins(f, solution.value, x, broken, declared)
+    z, x = with_stand_ins(f, solution.value, x, broken, declared, ranks)
     return z, x, broken
 
 
-def with_stand_ins(f: Function, z: Any, x: Any, broken: Tensor, declared: Any = None) -> tuple[Any, Any]:
+def with_stand_ins(
+    f: Function, z: Any, x: Any, broken: Tensor, declared: Any = None, ranks: InStep | None = None
+) -> tuple[Any, Any]:
     """(z, x) with a healthy row in place of each `broken` one (N,); zeros if no row is healthy.
 
     Leaves of x that only may have rows of samples are tried in f, if there is a broken row; this waits for the device.
+    With `ranks`, all of them call f as often, if any has a broken row.
     """
     marks: list[Any] = mark_samples(x, len(broken), declared)
     z = pytree.tree_map(lambda leaf: stand_in(leaf, broken), z)
-    if None in marks:
-        if not bool(values(broken).any()):
+    if None in marks or ranks is not None:
+        is_broken = bool(values(broken).any())
+        if not (is_broken if ranks is None else ranks.any(is_broken)):
             return z, x
-        marks = settled(marks, f, z, x, broken)
+        marks = settled(marks, f, z, x, broken, ranks is not None)
     leaves, spec = pytree.tree_flatten(x)
     kept = [leaf if mark is False else stand_in(leaf, broken & mark) for leaf, mark in zip(leaves, marks, strict=True)]
     return z, pytree.tree_unflatten(kept, spec)
@@ -118,17 +141,20 @@ def with_stand_ins(f: Function, z: Any, x: Any, broken: Tensor, declared: Any = 
 
 def stand_in(leaf: Tensor, broken: Tensor) -> Tensor:
     """`leaf` with a healthy row in place of each `broken` one (N,); zeros if no row is healthy."""
+    if not len(leaf):
+        return leaf
     healthy = ~broken
     row = leaf.index_select(0, healthy.to(torch.int8).argmax(keepdim=True))
     return torch.where(per_row(broken, leaf), torch.where(healthy.any(), row, torch.zeros_like(row)), leaf)
 
 
 @torch.no_grad()
-def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tensor) -> list[Any]:
+def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tensor, in_step: bool = False) -> list[Any]:
     """`marks` with a truth value, perhaps a tensor, for each None: whether the leaf has rows of samples.
 
     It has if f stays finite in all other rows when the leaf's `broken` rows (N,) are NaN. A weight would make more rows
-    NaN. A leaf of integers has if f keeps its values there when these rows are replaced. z must be finite.
+    NaN. A leaf of integers has if f keeps its values there when these rows are replaced. z must be finite. `in_step`:
+    call f also for leaves that another rank has to try, as their number of rows may depend on the rank.
     """
     leaves, spec = pytree.tree_flatten(x)
     modules = modules_of(f)
@@ -140,9 +166,12 @@ def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tenso
         return [rows_of(value) for value in pytree.tree_leaves(values)]
 
     for i, leaf in enumerate(leaves):
+        is_masked = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
         if marks[i] is not None:
+            for _ in range(2 - is_masked if in_step and _may_be_per_sample(leaf) else 0):
+                rows_with(leaf, i)
             continue
-        if leaf.is_floating_point() or leaf.is_complex():
+        if is_masked:
             kept = [rows.isfinite() for rows in rows_with(leaf.masked_fill(per_row(broken, leaf), torch.nan), i)]
         else:
             pairs = zip(rows_with(stand_in(leaf, broken), i), rows_with(leaf, i), strict=True)

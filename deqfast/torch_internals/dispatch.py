@@ -7,15 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload as OpOverload
-from torch.autograd import profiler
-from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .dynamo import is_tracing
-from .transforms import in_torch_func
-
-__all__ = ["OpOverload", "as_outside", "runs_only", "without_modes"]
+__all__ = ["OpOverload", "as_outside", "without_modes"]
 
 # Excluded within an op that a compiled graph calls: autograd, lazy views such as conj(), and torch.func.
 _LEFT_OUT = (
@@ -40,14 +35,3 @@ def as_outside() -> Any:
     for key in _LEFT_OUT:
         excluded = excluded.remove(getattr(guards.DispatchKey, key))
     return guards._ForceDispatchKeyGuard(guards._dispatch_tls_local_include_set(), excluded)
-
-
-def runs_only(a: Tensor, b: Tensor) -> bool:
-    """Return whether an op on these tensors, which needs no gradient, would run its kernel and nothing else.
-
-    Reasons for more are a trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices. (A mode of
-    torch functions only sees the first step of a solve.)
-    """
-    if is_tracing() or in_torch_func() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled:
-        return False
-    return type(a) is Tensor and type(b) is Tensor and a.device == b.device

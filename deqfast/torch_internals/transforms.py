@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import pytree
-from .dynamo import is_exporting
+from .dynamo import is_exporting, is_tracing
 
 
 def in_torch_func() -> bool:
@@ -72,6 +73,17 @@ def present_context() -> Context:
     if is_exporting():
         return "torch.export"
     return "torch.func" if in_torch_func() or forward_ad._current_level >= 0 else "eager"
+
+
+def runs_only(a: Tensor, b: Tensor) -> bool:
+    """Return whether an op on these tensors, which needs no gradient, would run its kernel and nothing else.
+
+    Reasons for more are a trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices. (A mode of
+    torch functions only sees the first step of a solve.)
+    """
+    if is_tracing() or in_torch_func() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled:
+        return False
+    return type(a) is Tensor and type(b) is Tensor and a.device == b.device
 
 
 def check_values(name: str, tree: Any) -> None:

@@ -126,6 +126,9 @@ def _holdable(modules: Iterable[nn.Module]) -> Iterator[None]:
                     module.__class__ = ParametrizationList
 
 
+NOTHING = nullcontext()
+
+
 def hold_weights(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Compute the weights of these modules of a cell once, with a graph if one is recorded, and keep them.
 
@@ -133,7 +136,7 @@ def hold_weights(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     weights are computed again, as in the backward pass. Each call computes those that its hooks must load first.
     """
     kinds: Any = map(type, modules)
-    return _hold(modules) if any(map(_computes, kinds)) else nullcontext()
+    return _hold(modules) if any(map(_computes, kinds)) else NOTHING
 
 
 @functools.cache
@@ -243,6 +246,22 @@ def next_node() -> int:
 def modules_of(cell: Any) -> list[nn.Module]:
     """Return the modules of a cell, beginning with itself; none of another callable."""
     return list(cell.modules()) if isinstance(cell, nn.Module) else []
+
+
+def attribute(cell: Any, name: str) -> Any:
+    """Return this attribute of a cell, or None. (To find that a module has none, torch formats an error.)"""
+    kind: Any = type(cell)
+    if _lacks(kind, name):
+        own = cell.__dict__
+        if not (name in own or name in own["_modules"] or name in own["_parameters"] or name in own["_buffers"]):
+            return None
+    return getattr(cell, name, None)
+
+
+@functools.cache
+def _lacks(kind: Any, name: str) -> bool:
+    """Return whether a module of this class has such an attribute only if it is its own."""
+    return issubclass(kind, nn.Module) and kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name)
 
 
 def _parametrised(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, ParametrizationList]]:

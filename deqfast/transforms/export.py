@@ -29,6 +29,8 @@ from ..torch_internals.dynamo import reason
 _solves = itertools.count(1)
 REFUSES: Refusals = {
     "stop_fn": "an exported program calls no Python",
+    "lockstep": "an exported program asks no other process",
+    "state_group": "an exported program asks no other process",
     MixedAnderson: "an exported program calls no Python",
     Auto: "its stages depend on values",
     "trace of a Solution": "its length is known only after the solve, and an export needs it before",

@@ -42,6 +42,8 @@ REFUSES: Refusals = {
     "trace": "its length would differ between the members of a vmap",
     "stop_fn": "the rule would see all members of a vmap as one batch",
     MixedAnderson: "its mixing_fn would see all members of a vmap as one batch",
+    "lockstep": "the transforms add calls of the cell, whose number differs between processes",
+    "state_group": "the derivatives of sums over processes are not built",
     "compile": "the compiled solve has no transforms",
     "cuda_graph": "the captured solve has no transforms",
     Reversible: "it has no derivative there, nor in forward-mode AD: use Unrolled",

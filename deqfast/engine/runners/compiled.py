@@ -29,6 +29,7 @@ REFUSES: Refusals = {
     "stop_fn": _ONE_CODE,
     "groups": _ONE_CODE,
     "scale": _ONE_CODE,
+    "lockstep": "its loop asks no other process",
     MixedAnderson: "its loop calls no Python",
     "cuda_graph": "it serves CPUs",
     Auto: "its stages depend on values",

@@ -43,6 +43,7 @@ REFUSES: Refusals = {
     "stop_fn": _REPLAYS,
     "groups": "groups may change from call to call, and a graph replays the same work",
     "scale": "it is not captured",
+    "lockstep": "a replay asks no other process",
     MixedAnderson: "its mixing_fn is not captured",
     Auto: "its stages depend on values",
     "begin_solve": "it prepares every solve in Python, and a replay would not run it",
@@ -141,7 +142,7 @@ class Captured:
             except RuntimeError as error:
                 raise RuntimeError(f"cuda_graph: the solve cannot be captured: {error}") from error
 
-    def _begin(self) -> Callable[[int, int], None]:
+    def _begin(self) -> Callable[[int, int], int | None]:
         """Queue the beginning of a solve; return the function that runs iterations."""
         self.state.restart(self.start)
         return self.solve.body(whole(self.f, self.solve.packing, self.state), self.state)
@@ -149,7 +150,7 @@ class Captured:
     def _capture(self) -> list[Any]:
         last, every = self.solve.max_iter, self.every
         chunks = [(first, min(first + every, last)) for first in range(0, last, every)]
-        advance: Callable[[int, int], None]
+        advance: Callable[[int, int], int | None]
 
         def chunk(first: int, until: int) -> None:
             nonlocal advance

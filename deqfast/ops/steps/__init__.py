@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,16 @@ class _State:
     residual: Annotated[Tensor, InOut("2, B", STATE)]  # relative and absolute, of `best`; starts at infinity
     progress: Annotated[Tensor, InOut("6, B", STATE)]  # see PROGRESS; starts at infinity
     active: Annotated[Tensor, InOut("1", torch.int32)]  # number of running samples; starts at B
+
+
+class Parts(Protocol):
+    """Rows that are parts of samples. The steps of kernel "torch" sum over them between their two halves."""
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sums (B, K) over the parts of each row's sample, which may replace `numbers`."""
+
+    def most(self, numbers: Tensor) -> Tensor:
+        """Largest numbers (B, K), likewise; infinite for NaN."""
 
 
 class StopRule(NamedTuple):
@@ -126,9 +136,9 @@ class BroydenStep(_Evaluation, _Steps, _State):
 
 PAIRS = {"M": Range(1, MAX_GPU_HISTORY)}
 
-register(Op("picard_step", PicardStep, "z", triton="picard_step"))
+register(Op("picard_step", PicardStep, "z", triton="picard_step", binds=True))
 register(Op("multisecant_step", MultisecantStep, "z", limits=PAIRS, triton="multisecant_step"))
-register(Op("broyden_step", BroydenStep, "z"))
+register(Op("broyden_step", BroydenStep, "z", binds=True))
 register(
     Op(
         "multisecant_transposed",

@@ -1,5 +1,8 @@
 """Steps in plain torch: the specification of their kernels. They do not wait for the device.
 
+A step has two halves: what it sums over the elements of a sample, and how it judges and applies the sums. Between them
+`parts` sums over all rows that are parts of one sample, see ``Parts``; without it each row is a sample.
+
 In a loop of a graph, k is a tensor () int64 of at least 1 instead of a number. All slots of the history are then in the
 window. Slots without a pair must be zeros: such pairs change nothing.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +35,7 @@ from ...kernels.constants import (
     STALL_ITERATIONS,
     STALLED,
 )
-from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep, StopRule
+from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, Parts, PicardStep, StopRule
 
 Step = PicardStep | MultisecantStep | BroydenStep
 Index = int | Tensor  # a number, or a tensor () int64
@@ -52,16 +56,57 @@ def _is_sound(square: Tensor) -> Tensor:
     return (square > limits.tiny / limits.eps) & (square <= limits.max)
 
 
+def _largest(v: Tensor) -> Tensor:
+    """Largest magnitudes (B,) of rows (B, D)."""
+    return torch.linalg.vector_norm(v, math.inf, dim=1) if v.shape[1] else v.new_zeros(len(v))
+
+
 def _norm(v: Tensor, maximum: bool) -> Tensor:
     """Largest magnitudes (B,) of rows (B, D), or Euclidean norms at any scale; not finite if an element is not."""
-    limits = torch.finfo(v.dtype)
-    largest = torch.linalg.vector_norm(v, math.inf, dim=1) if v.shape[1] else v.new_zeros(len(v))
+    largest = _largest(v)
     if maximum:
         return largest
     square, scale = _dot(v, v), torch.where(largest == 0, 1, largest)
     scaled = v / scale[:, None]
-    length = torch.where(torch.isfinite(scale), (scale * _dot(scaled, scaled).sqrt()).clamp_max(limits.max), scale)
+    return _length(square, scale, _dot(scaled, scaled))
+
+
+def _length(square: Tensor, scale: Tensor, scaled_square: Tensor) -> Tensor:
+    """Length whose square this is, unless it has over- or underflowed: then from the square in units of `scale`."""
+    largest = torch.finfo(square.dtype).max
+    length = torch.where(torch.isfinite(scale), (scale * scaled_square.sqrt()).clamp_max(largest), scale)
     return torch.where(_is_sound(square), square.sqrt(), length)
+
+
+Norms = tuple[Tensor, Tensor]
+"""Norms (B,) of g and of f(z)."""
+
+
+def _summed(a: Step, g: Tensor, products: list[Tensor], parts: Parts | None) -> tuple[Norms, list[Tensor]]:
+    """Norms, and the products (B, K) summed over the parts of each sample.
+
+    One sum over the parts suffices for Euclidean norms whose squares are sound; the largest magnitude needs another.
+    """
+    vectors, maximum = (g, a.fz), a.rule.maximum
+    if parts is None:
+        return (_norm(g, maximum), _norm(a.fz, maximum)), products
+    squares = torch.stack([_dot(v, v) for v in vectors], dim=1)
+    if products or not maximum:
+        summed = parts.sum(torch.cat([squares, *products], dim=1))
+        squares, *products = summed.split([2, *(product.shape[1] for product in products)], dim=1)
+    if not maximum and bool((_is_sound(squares) | (a.status != RUNNING)[:, None]).all()):
+        return _pair(squares.sqrt()), products
+    largest = parts.most(torch.stack([_largest(v) for v in vectors], dim=1))
+    if maximum:
+        return _pair(largest), products
+    scale = torch.where(largest == 0, 1, largest)
+    scaled = [v / of[:, None] for v, of in zip(vectors, scale.unbind(1), strict=True)]
+    return _pair(_length(squares, scale, parts.sum(torch.stack([_dot(v, v) for v in scaled], dim=1)))), products
+
+
+def _pair(columns: Tensor) -> Norms:
+    first, second = columns.unbind(1)
+    return first, second
 
 
 def rounding_of(dtype: torch.dtype, stall_floor: float) -> float:
@@ -97,11 +142,10 @@ class Evaluation:
         return self.res_abs if absolute else self.res_rel
 
 
-def evaluated(z: Tensor, fz: Tensor, rule: StopRule, begun: Tensor | None) -> Evaluation:
+def evaluated(z: Tensor, fz: Tensor, rule: StopRule, begun: Tensor | None, norms: Norms | None = None) -> Evaluation:
     """Evaluation of f at rows (B, D); `begun` (2, B) are `first` and `start`, None in the first evaluation."""
-    g = fz - z
-    res_abs, size = _norm(g, rule.maximum), _norm(fz, rule.maximum)
-    relative = (res_abs / (size + rule.offset)).clamp_max(torch.finfo(g.dtype).max)
+    res_abs, size = norms or (_norm(fz - z, rule.maximum), _norm(fz, rule.maximum))
+    relative = (res_abs / (size + rule.offset)).clamp_max(torch.finfo(fz.dtype).max)
     first, start = (res_abs, torch.maximum(size, res_abs)) if begun is None else begun
     return Evaluation(res_abs, torch.where(res_abs == 0, 0, relative), size, first, start)
 
@@ -111,10 +155,10 @@ def begun(progress: Tensor, k: Index) -> Tensor | None:
     return None if isinstance(k, int) and k == 0 else progress[FIRST : START + 1]
 
 
-def _judge(a: Step, g: Tensor) -> Tensor:
+def _judge(a: Step, g: Tensor, norms: Norms) -> Tensor:
     """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
     running = a.status == RUNNING
-    now = evaluated(a.z, a.fz, a.rule, begun(a.progress, a.k))
+    now = evaluated(a.z, a.fz, a.rule, begun(a.progress, a.k), norms)
     finite = torch.isfinite(now.res_abs)
     converged = running & finite & now.converged(a.rule)
 
@@ -159,27 +203,30 @@ def end(status: Tensor, progress: Tensor, tol: float) -> None:
     status.masked_fill_(running & escaped, ESCAPED).masked_fill_(running & ~escaped, MAX_ITER)
 
 
-def picard_step(a: PicardStep) -> None:
+def picard_step(a: PicardStep, parts: Parts | None = None) -> None:
     """z <- z + damping (f(z) - z) for every running sample."""
     g = a.fz - a.z
-    advance = _judge(a, g)
+    advance = _judge(a, g, _summed(a, g, [], parts)[0])
     if not a.last:
         a.z.copy_(torch.where(advance[:, None], a.fz if a.damping == 1.0 else a.z + a.damping * g, a.z))
 
 
-def multisecant_step(a: MultisecantStep) -> None:
+def multisecant_step(a: MultisecantStep, parts: Parts | None = None) -> None:
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
     g = a.fz - a.z
-    advance = _judge(a, g)
+    n, slot = 0 if a.last else _pairs(a.k, a.left.shape[1]), a.k % a.left.shape[1]
+    with torch.autocast(a.z.device.type, enabled=False):
+        pair = _newest_pair(a) if n else None
+        products = [] if pair is None else _products(a, pair, g, n)
+    norms, products = _summed(a, g, products, parts)
+    advance = _judge(a, g, norms)
     if a.last:
         return
-    n, slot = _pairs(a.k, a.left.shape[1]), a.k % a.left.shape[1]
     with torch.autocast(a.z.device.type, enabled=False):
         step = a.beta * g
-        if n:
-            _append_pair(a, advance)
-            t = torch.einsum("bmd,bd->bm", a.left[:, :n].to(a.z.dtype), g)
-            gamma = solve_window(a.gram, t, a.k, a.method, a.ridge)
+        if pair is not None:
+            _append_pair(a, advance, pair, *products[1:])
+            gamma = solve_window(a.gram, products[0], a.k, a.method, a.ridge)
             step = step - torch.einsum("bmd,bm->bd", a.df[:, :n].to(a.z.dtype), gamma)
         # The history keeps the step as it is taken, so that secant equations stay exact in a short history dtype.
         z_next = a.z + (a.alpha * step).to(a.left.dtype).to(a.z.dtype)
@@ -190,19 +237,24 @@ def multisecant_step(a: MultisecantStep) -> None:
         a.z.copy_(torch.where(advance[:, None], z_next, a.z))
 
 
-def broyden_step(a: BroydenStep) -> None:
+def broyden_step(a: BroydenStep, parts: Parts | None = None) -> None:
     """z <- z + s_k with s_k = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1})."""
     g = a.fz - a.z
-    advance = _judge(a, g)
+    n, products = 0 if a.last else _pairs(a.k, a.steps.shape[1]), []
+    known = a.steps[:, :n]
+    with torch.autocast(a.z.device.type, enabled=False):
+        if n:
+            products = [torch.einsum("bmd,bd->bm", known, v) for v in (_at(a.steps, a.k - 1), g)]
+    norms, products = _summed(a, g, products, parts)
+    advance = _judge(a, g, norms)
     if a.last:
         return
     step = g
     with torch.autocast(a.z.device.type, enabled=False):
-        if n := _pairs(a.k, a.steps.shape[1]):
-            known = a.steps[:, :n]
-            newest = torch.einsum("bmd,bd->bm", known, _at(a.steps, a.k - 1))
+        if n:
+            newest, t = products
             _put(a.gram[:, :, :n], a.k - 1, newest, advance)
-            c = _step_coefficients(a.gram, torch.einsum("bmd,bd->bm", known, g), a.first, n)
+            c = _step_coefficients(a.gram, t, a.first, n)
             scale = 1 - _at(c, a.k - 1)
             square = _at(newest, a.k - 1)
             regular = torch.isfinite(c).all(dim=1) & (scale.abs() >= PIVOT_FLOOR) & ((square == 0) | _is_sound(square))
@@ -223,7 +275,7 @@ def _step_coefficients(gram: Tensor, t: Tensor, first: Tensor, k: int) -> Tensor
     return c
 
 
-def multisecant_transposed(a: MultisecantTransposed) -> Tensor:
+def multisecant_transposed(a: MultisecantTransposed, parts: Parts | None = None) -> Tensor:
     """alpha (beta v - L gamma) with N^T gamma = DF^T v."""
     with torch.autocast(a.v.device.type, enabled=False):
         history = a.left.shape[1]
@@ -238,6 +290,7 @@ def multisecant_transposed(a: MultisecantTransposed) -> Tensor:
         squares = in_order(a.gram[:, history:].mT).mT.flip(1)
         matrix = in_order(in_order(a.gram[:, :history]).mT)
         t = torch.einsum("bmd,bd->bm", in_order(a.df), a.v)
+        t = t if parts is None else parts.sum(t)
         gamma = solve_window(torch.cat([matrix, squares], dim=1), t, history, a.method, a.ridge, transposed=True)
         return a.alpha * (a.beta * a.v - torch.einsum("bmd,bm->bd", in_order(a.left), gamma))
 
@@ -262,28 +315,54 @@ def _put(target: Tensor, slot: Index, values: Tensor, advance: Tensor) -> None:
         target.index_copy_(1, slot, values[:, None])
 
 
-def _append_pair(a: MultisecantStep, advance: Tensor) -> None:
-    """Complete the newest pair, whose step is in `left`, and its row and column of the window matrix."""
-    history = a.left.shape[1]
-    n, newest = _pairs(a.k, history), (a.k - 1) % history
-    delta = a.fz - a.f_prev
-    s = _at(a.left, newest).to(a.z.dtype)
-    y = delta - s
-    _put(a.df, newest, a.beta * delta + (1 - a.beta) * s, advance)
-    if a.method in (ANDERSON_II, BROYDEN_BAD):
-        _put(a.left, newest, y, advance)
-        y = _at(a.left, newest).to(a.z.dtype)
-    window = a.left[:, :n].to(a.z.dtype)
-    column = torch.einsum("bmd,bd->bm", window, y)
-    row, lengths = column, (_at(column, newest), _at(column, newest))
+@dataclass(frozen=True)
+class _Pair:
+    """Pair that the present value of f completes: its step s, and the changes of f and of g, (B, D)."""
+
+    s: Tensor
+    df: Tensor
+    dg: Tensor
+
+
+def _newest_pair(a: MultisecantStep) -> _Pair:
+    """The newest pair, whose step is in `left`."""
+    s, df = _at(a.left, (a.k - 1) % a.left.shape[1]).to(a.z.dtype), a.fz - a.f_prev
+    dg = df - s
+    # As the history will keep it.
+    return _Pair(s, df, dg.to(a.left.dtype).to(a.z.dtype) if a.method in (ANDERSON_II, BROYDEN_BAD) else dg)
+
+
+def _products(a: MultisecantStep, pair: _Pair, g: Tensor, n: int) -> list[Tensor]:
+    """Products with the newest pair, (B, .): L^T g, its column of N and its lengths; its row of N if it is another.
+
+    They are sums over the elements. `gram` has DF^T s, which the previous step has summed over this part only.
+    """
+    newest, window = (a.k - 1) % a.left.shape[1], a.left[:, :n].to(a.z.dtype)
+    t, column = (torch.einsum("bmd,bd->bm", window, v) for v in (g, pair.dg))
+    if a.method in (ANDERSON_II, BROYDEN_BAD):  # the window still has s in the place of dg
+        everywhere = torch.ones_like(a.status, dtype=torch.bool)
+        for products, v in ((t, g), (column, pair.dg)):
+            _put(products[:, :, None], newest, _dot(pair.dg, v)[:, None], everywhere)
+        return [t, column]
+    row = _at(a.gram[:, :, :n], newest)
     if a.method == ANDERSON_I:
-        row = (_at(a.gram[:, :, :n], newest) - torch.einsum("bmd,bd->bm", window, s)) / a.beta
-    if a.method in (ANDERSON_I, BROYDEN_GOOD):
-        lengths = _dot(s, s), _dot(y, y)
-    if a.method != BROYDEN_GOOD:
-        _put(a.gram[:, :, :n], newest, row, advance)
+        row = (row - torch.einsum("bmd,bd->bm", window, pair.s)) / a.beta
+    return [t, column, torch.stack([_dot(pair.s, pair.s), _dot(pair.dg, pair.dg)], dim=1), row]
+
+
+def _append_pair(
+    a: MultisecantStep, advance: Tensor, pair: _Pair, column: Tensor, lengths: Tensor | None = None, row: Any = None
+) -> None:
+    """Complete the newest pair, and its row and column of the window matrix, with the sums of ``_products``."""
+    history = a.left.shape[1]
+    n, newest = column.shape[1], (a.k - 1) % history
+    _put(a.df, newest, a.beta * pair.df + (1 - a.beta) * pair.s, advance)
+    if lengths is None:
+        _put(a.left, newest, pair.dg, advance)
+        lengths = _at(column, newest)[:, None].expand(-1, 2)
+    _put(a.gram[:, :, :n], newest, column if row is None else row, advance)
     _put(a.gram[:, :n].mT, newest, column, advance)
-    _put(a.gram[:, history:].mT, newest, torch.stack(lengths, dim=1), advance)
+    _put(a.gram[:, history:].mT, newest, lengths, advance)
 
 
 def solve_window(gram: Tensor, t: Tensor, k: Index, method: int, ridge: float, transposed: bool = False) -> Tensor:
