@@ -36,6 +36,12 @@ def norm_number(name):
     return {"gg": 0, "ff": 1, "g": 2, "f": 3, "end": 4}[name]
 
 
+@triton.constexpr_function
+def progress_row(name):
+    """The row of `progress`, see ``deqfast.ops.steps.PROGRESS``."""
+    return {"gain": 0, "gain_iteration": 1, "first": 2, "start": 3, "best_size": 4, "least": 5}[name]
+
+
 @triton.jit
 def scalar(value, dtype: tl.constexpr):
     """A scalar argument in `dtype`. The interpreter passes floats as plain numbers, which have no ``to``."""
@@ -271,12 +277,12 @@ def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
     res_rel = relative(res_abs, f_norm, offset)
     p_best_rel = p_residual + i_b
     p_best_abs = p_residual + B + i_b
-    p_gain_rel = p_progress + i_b  # the rows of `progress`, in their order
-    p_gain_k = p_progress + B + i_b
-    p_first = p_progress + 2 * B + i_b
-    p_start = p_progress + 3 * B + i_b
-    p_best_size = p_progress + 4 * B + i_b
-    p_least = p_progress + 5 * B + i_b
+    p_gain_rel = p_progress + progress_row("gain") * B + i_b
+    p_gain_k = p_progress + progress_row("gain_iteration") * B + i_b
+    p_first = p_progress + progress_row("first") * B + i_b
+    p_start = p_progress + progress_row("start") * B + i_b
+    p_best_size = p_progress + progress_row("best_size") * B + i_b
+    p_least = p_progress + progress_row("least") * B + i_b
     best_rel = tl.load(p_best_rel)
     best_abs = tl.load(p_best_abs)
     gain_rel = tl.load(p_gain_rel)

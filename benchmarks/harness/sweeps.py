@@ -2,7 +2,7 @@
 
     PYTHONPATH=benchmarks python -m harness.sweeps [SECONDS]
 
-``run`` times full windows with every value of a constant in turns, and CUDA's kernels next to them. ``decide`` states
+``run`` times full windows with every value of a constant, and CUDA's kernels next to them. ``decide`` states
 the decision. Processes compile the kernels side by side before anything is timed.
 """
 
