@@ -97,7 +97,9 @@ def why_not_cuda(cuda_home: Path | None) -> str | None:
     if cuda_home is None:
         return "no CUDA toolkit was found (set CUDA_HOME)"
     text = subprocess.run([cuda_home / "bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"release (\d+)", text)
+    match = re.search(r"release (\d+)\.(\d+)", text)
+    if match is not None and (int(match[1]), int(match[2])) < (12, 4):
+        return f"{cuda_home}/bin/nvcc is of CUDA {match[1]}.{match[2]}, and graphs with loops need 12.4"
     if match is None or match.group(1) != torch.version.cuda.split(".")[0]:
         return f"{cuda_home}/bin/nvcc is not of CUDA {torch.version.cuda.split('.')[0]}, for which torch was built"
     if MODE == "auto" and not (torch.cuda.is_available() or os.environ.get("TORCH_CUDA_ARCH_LIST")):
@@ -152,7 +154,8 @@ def extensions() -> dict:
     ]
     if reason is None:
         architectures = [] if os.environ.get("TORCH_CUDA_ARCH_LIST") else ARCHITECTURES
-        cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{name}_cuda.cu" for name in SOURCES)]
+        cuda_sources = ["csrc/bindings_cuda.cpp", "csrc/cuda/while_graph.cu"]
+        cuda_sources += [f"csrc/cuda/{name}_cuda.cu" for name in SOURCES]
         args = {"cxx": CXX_FLAGS, "nvcc": [*NVCC_FLAGS, NVCC_THREADS, *architectures]}
         macros = [*MACROS, ("USE_CUDA", None)]
         modules.append(

@@ -46,7 +46,7 @@ from harness.tables import (
     times,
     written,
 )
-from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Target
+from harness.targets import GPU_TARGETS, H100_TARGETS, ITERATED, TARGETS, Target
 from harness.textbook import TEXTBOOK
 from recording import write_bytes
 
@@ -172,12 +172,13 @@ def judged(results: Results, target: Target) -> dict[str, str]:
     state = f"missed in {missed} of {len(found)} runs" if missed else "met"
     if not found:
         state = "not measured: no GPU" if target.on_gpu and not records else "not measured"
+        state = "missed until measured" if target.awaited else state
     form: Form = times if target.against else FORMS.get(target.column, digits)
     return {"target": target.what, "measured": span(found, form), "state": state}
 
 
 def targets(results: Results) -> Table:
-    return Table("Targets", [judged(results, target) for target in (*TARGETS, *GPU_TARGETS)])
+    return Table("Targets", [judged(results, target) for target in (*TARGETS, *GPU_TARGETS, *H100_TARGETS)])
 
 
 SUITE = {  # title -> section of the records, column of a row's time
@@ -206,7 +207,7 @@ def rivals(results: Results) -> Table:
     """Times of whole solves by every library, and their residuals."""
     lines = []
     for name, runs in results.cases("rivals").items():
-        residuals = [middle(runs, provider, "residual") for provider in (OWN[-1], *THEIRS)]
+        residuals = [middle(runs, provider, "residual") for provider in ("eager", *THEIRS)]
         times = {provider: middle(runs, provider, "ms_min") for provider in (*OWN, *THEIRS)}
         lines.append({"case": name, **times, "residuals": " / ".join(filter(None, residuals))})
     return Table("Rivals", lines)
@@ -417,11 +418,15 @@ def steps(results: Results) -> Table:
     )
 
 
+WITHOUT_TIMES = ("extension", "first look", "bits", "profile")  # sections of phases of gpu.sh
+
+
 def on_gpus(results: Results) -> list[Table]:
-    """The rows of each kind of GPU; of several runs of a case, its newest."""
+    """The timed rows of each kind of GPU; of several runs of a case, its newest."""
     kinds: dict[str, dict[tuple[str, str, str], Row]] = {}
     for record in sorted(results.on_gpu(True), key=lambda one: one.date):
-        rows = {(row["section"], row["case"], row["provider"]): row for row in record.rows}
+        timed = [row for row in record.rows if row["section"] not in WITHOUT_TIMES]
+        rows = {(row["section"], row["case"], row["provider"]): row for row in timed}
         kinds.setdefault(record.machine["gpu"], {}).update(rows)
     return [table(list(rows.values()), gpu) for gpu, rows in kinds.items()]
 
@@ -481,7 +486,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
     """Lines of each block of numbers by its name: every table, and the blocks of README and the documentation."""
     found = {slug(one.title): one.lines() for one in tables(results)}
     promised = targets(results)
-    told = replace(promised, rows=[row for row in promised.rows if row["measured"]])
+    told = replace(promised, rows=[row for row in promised.rows if row["measured"] or "until" in row["state"]])
     solves, residual = suite(results)[0], races(results)[0]
     few = ["deqfast", "torchdeq", "gain over torchdeq", "memory relative to torchdeq"]
     return found | {
@@ -510,8 +515,9 @@ def facts(results: Results) -> dict[str, str]:
     found |= {"layers.all.over-the-cell-once": costs(results), **layers_in_float32(results)}
     found |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
     found |= of_models(results)
-    counts = Counter(row["state"].partition(" in ")[0] for row in targets(results).rows)
+    counts = Counter(re.split(r" in | until |:", row["state"])[0] for row in targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
+    found["targets.until-measured"] = str(sum("until" in row["state"] for row in targets(results).rows))
     return found | {"targets.all": str(counts.total())}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
@@ -77,6 +77,36 @@ def count_statuses(status: Tensor) -> list[int]:
     return counts
 
 
+class Arriving:
+    """Integers that a device is sending to the host; here the status of each sample.
+
+    Args:
+        numbers: on the device.
+        stream: torch's present stream there; None: it is looked up.
+    """
+
+    def __init__(self, numbers: Tensor, stream: Any = None) -> None:
+        pinned = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
+        self._numbers, self._are_here = pinned.copy_(numbers, non_blocking=True), False
+        self.event = (stream or torch.cuda.current_stream(numbers.device)).record_event()
+
+    def has_arrived(self) -> bool:
+        """Return whether reading would not wait."""
+        self._are_here = self._are_here or self.event.query()
+        return self._are_here
+
+    def read(self) -> Tensor:
+        """Return the integers, on the CPU; waits for them."""
+        if not self._are_here:
+            self.event.synchronize()
+            self._are_here = True
+        return self._numbers
+
+    def counts(self) -> list[int]:
+        """Return the number of samples of each status, by its code; waits for them."""
+        return count_statuses(self.read())
+
+
 @dataclass(frozen=True)
 class Solution:
     """Outcome of a solve for a batch of B samples, all without gradient.
@@ -92,7 +122,7 @@ class Solution:
             |f(z)| if atol or rtol is 0. Infinite if f was never finite.
         residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
             of the divided state.
-        evaluations: calls of f in the solve, without the gradient's.
+        evaluations: calls of f in the solve, without the gradient's. Reading it waits for a captured solve to end.
         sample_evaluations: samples in all these calls together: evaluations * B, fewer with `drop_converged`.
         trace: (evaluations, B) residual of the best iterate after every evaluation; None if it was not recorded.
         trace_rel: the trace of ``residual_rel``, or None.
@@ -120,6 +150,11 @@ class Solution:
     trace: Tensor | None = None
     trace_rel: Tensor | None = None
     trace_abs: Tensor | None = None
+    arriving: Arriving | None = field(default=None, repr=False, compare=False)  # the counts of these statuses
+
+    def changed(self, **changes: Any) -> Solution:
+        """Return this solution with other fields. Unlike ``dataclasses.replace`` it waits for nothing."""
+        return type(self)(**{each.name: self.__dict__[each.name] for each in fields(self)} | changes)
 
     @functools.cached_property
     def counts(self) -> list[int] | None:
@@ -140,3 +175,33 @@ class Solution:
         ended = self.status.tolist()
         counts = ", ".join(f"{ended.count(status)} {status.name}" for status in Status if status in ended)
         return f"Solution({counts or 'empty batch'}, evaluations={self.evaluations})"
+
+
+class _Late:
+    """Field that is given as a function. This is called when the field is first read, and may wait."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, solution: Solution, owner: type) -> Any:
+        value = solution.__dict__[self.name]
+        if callable(value):
+            value = solution.__dict__[self.name] = value()
+        return value
+
+    def __set__(self, solution: Solution, value: Any) -> None:
+        solution.__dict__[self.name] = value
+
+
+class LateSolution(Solution):
+    """Solution whose numbers are still computed by a device: functions, which are called when they are read."""
+
+    evaluations: int = _Late()  # type: ignore[assignment]
+    sample_evaluations: int = _Late()  # type: ignore[assignment]
+    trace: Tensor | None = _Late()  # type: ignore[assignment]
+    trace_rel: Tensor | None = _Late()  # type: ignore[assignment]
+    trace_abs: Tensor | None = _Late()  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State with the numbers, for which this waits."""
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"arriving": None}

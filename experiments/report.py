@@ -24,15 +24,19 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the report (default: report in the first DIR)"
     )
+    parser.add_argument("--power", action="store_true", help="print what the last amendment's tests can see, and stop")
     asked = parser.parse_args()
     absent = [root for root in asked.runs if not root.is_dir()]
     if absent or not any(any(root.rglob(name)) for root in asked.runs for name in ("settings.json", "result.json")):
         reason = f"{absent[0]}: no such folder" if absent else f"no runs under {', '.join(map(str, asked.runs))}"
         print(f"report.py: error: {reason}", file=sys.stderr)
         return 1
-    from nc_study.reporting.report import show  # late: there may be nothing to report, and these take seconds
+    from nc_study.reporting import power  # late: there may be nothing to report, and these take seconds
+    from nc_study.reporting.report import show
     from runs.script import told
 
+    if asked.power:
+        return told("report.py", lambda: power.show(asked.runs), "nothing was written")
     return told("report.py", lambda: show(asked.runs, asked.out or asked.runs[0] / "report"), "the report is not whole")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs.files import locked, prepare_out
-from runs.options import Checked, option, parsed
+from runs.options import Checked, SettingsError, option, parsed
 from runs.processes import run_all, tell_failed, unreadable
 from runs.script import how_to_go_on, told
 from separation_study import audio, report, saliency
@@ -34,9 +34,12 @@ class Options(Checked):
     experiment: str = option("study", "which experiment", "all", choices=("all", *EXPERIMENTS))
     preset: str = option(
         "study",
-        "quick: few seeds, minutes; full: five seeds and larger sizes, hours",
+        "quick: few seeds, minutes; full: five seeds and larger sizes, hours; long: 20,000 steps of sawtooth and steep",
         "quick",
-        choices=("quick", "full"),
+        choices=("quick", "full", "long"),
+    )
+    task: str | None = option(
+        "study", "only these tasks, with commas between, such as k5,d20-concentrated", None, metavar="A,B"
     )
     audio: str | None = option(
         "data", "folder of WAV files to fit in audio; off: a chirp is drawn", None, metavar="DIR"
@@ -67,7 +70,11 @@ def study(options: Options) -> int:
     """Measure what is missing and write the report; 0, or 1 if a unit could not be measured."""
     folder = Path(options.out) / options.preset
     prepare_out(folder)
-    experiments = dict(EXPERIMENTS)
+    experiments = {name: one for name, one in EXPERIMENTS.items() if options.preset in one.sizes}
+    if options.experiment not in ("all", *experiments):
+        raise SettingsError(f"--preset {options.preset}: only for {', '.join(experiments)}, not {options.experiment}")
+    if options.preset == "long" and (options.audio, options.runs) != (None, None):
+        raise SettingsError("--preset long: it takes neither --audio nor --runs")
     if options.report:
         names = experiments if options.experiment == "all" else [options.experiment]
         again = [of_records(folder, options.preset, experiments[name]) for name in names]
@@ -79,6 +86,7 @@ def study(options: Options) -> int:
         experiments["saliency"] = saliency.of_runs(Path(options.runs), Path(options.data_root))
     chosen = experiments.values() if options.experiment == "all" else [experiments[options.experiment]]
     jobs = [job for experiment in chosen for job in jobs_of(folder, experiment, options.preset)]
+    jobs = sorted(_of_tasks(jobs, options.task), key=lambda job: job.unit.seed)  # all tasks of a seed before the next
     # Other sizes are an error now rather than after all the others.
     failed = unreadable([job for job in jobs if job.finished], Job.outcome)
     with locked(folder):
@@ -86,6 +94,16 @@ def study(options: Options) -> int:
     # On all experiments, so that they can be run one by one; which recordings and runs there are, the options say.
     print(f"report: {report.write(experiments.values(), options.preset, folder)}")
     return tell_failed("separation.py", failed)
+
+
+def _of_tasks(jobs: list[Job], tasks: str | None) -> list[Job]:
+    """Choose the jobs of some tasks, all without a choice."""
+    if tasks is None:
+        return jobs
+    wanted, known = tasks.split(","), [*dict.fromkeys(job.unit.task for job in jobs)]
+    if unknown := [one for one in wanted if one not in known]:
+        raise SettingsError(f"--task {tasks}: {unknown[0]} is none of {', '.join(known)}")
+    return [job for job in jobs if job.unit.task in wanted]
 
 
 if __name__ == "__main__":

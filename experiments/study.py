@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from nc_study import protocol
-from nc_study.config import ARMS, CLASSES, IMBALANCE, Settings, arm_options, shown_presets
+from nc_study.config import CLASSES, IMBALANCE, RUNNABLE, Settings, arm_options, shown_presets
 from nc_study.data import find_source
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.scheduler import Task, hours_left, plan
@@ -47,10 +46,14 @@ class StudyOptions(Checked):
         "cifar",
         choices=(*DATA_SETS, *CLASSES),
     )
-    arms: str = option("which runs", f"what is compared: {', '.join(ARMS)}", "explicit,deq-jfb", metavar="A,B")
+    arms: str = option("which runs", f"what is compared: {', '.join(RUNNABLE)}", "explicit,deq-implicit", metavar="A,B")
     seeds: str = option("which runs", "seeds, with commas between", "0", metavar="N,N")
-    protocol: bool = option("which runs", "the runs of experiments/protocol.md, in its order", False)
-    tune: bool = option("which runs", "the protocol's trials, which choose rate, weight decay and scale", False)
+    protocol: str | None = option(
+        "which runs",
+        "a part of the last amendment of experiments/protocol.md; rates: the trials that choose each arm's rate",
+        None,
+        choices=("rates", *protocol.PARTS),
+    )
 
     jobs: int = option("how they are run", "parallel runs, each on the next GPU", 1, minimum=1)
     processes: int = option("how they are run", "processes, and GPUs, per run", 1, minimum=1)
@@ -65,11 +68,13 @@ class StudyOptions(Checked):
         numbers = self.seeds.split(",")
         if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
             raise SettingsError(f"--seeds {self.seeds}: different whole numbers with commas between")
-        if unknown := set(self.arms.split(",")) - set(ARMS):
+        if unknown := set(self.arms.split(",")) - set(RUNNABLE):
             first = min(unknown)
-            raise SettingsError(f"--arms {self.arms}: {first} is none of {', '.join(ARMS)}{did_you_mean(first, ARMS)}")
-        if (self.table is not None or self.figure is not None) + self.protocol + self.tune != 1:
-            raise SettingsError("which runs? one of --tune, --protocol, and --table or --figure (all: the paper's)")
+            raise SettingsError(
+                f"--arms {self.arms}: {first} is none of {', '.join(RUNNABLE)}{did_you_mean(first, RUNNABLE)}"
+            )
+        if (self.table is not None or self.figure is not None) + (self.protocol is not None) != 1:
+            raise SettingsError("which runs? --protocol PART, or --table or --figure (all: the paper's)")
         if self.spread and not launched():
             raise SettingsError("--spread: only under torchrun with two or more processes, over which runs are spread")
         if launched() and not self.spread:
@@ -88,9 +93,9 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
     examples = (
         "study.py --table 1,2 --preset quick --dry-run",
         "study.py --figure all --arms explicit,deq-implicit --seeds 0,1,2 --out runs/study",
-        "study.py --protocol --jobs 2",
+        "study.py --protocol rates --jobs 2",
     )
-    usage = "[--tune | --protocol | --table N,N --figure N,N] [--arms A,B] [--seeds N,N] [options]"
+    usage = "[--protocol PART | --table N,N --figure N,N] [--arms A,B] [--seeds N,N] [options]"
     parser = Parser(
         f"{__doc__}\nThe groups from study to machine are options of cifar_lt.py, for every run.", examples, usage
     )
@@ -110,31 +115,29 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
 
 def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Options that name each run, all arms of a seed together. Raises StudyError if the user may not choose a setting
-    given for all runs, or if --tune has not chosen values yet."""
-    if not (options.protocol or options.tune):
+    given for all runs, or if --protocol rates has not chosen rates yet."""
+    if options.protocol is None:
         chosen = settings_of(options.table, options.figure, options.dataset)
         each = product(map(int, options.seeds.split(",")), chosen, options.arms.split(","))
         return [{**setting.options, "seed": seed, **arm_options(arm)} for seed, setting, arm in each]
     if fixed := [flag_of(name) for name in given if name not in protocol.MACHINE]:
         raise SettingsError(f"{', '.join(fixed)}: experiments/protocol.md decides it")
-    return list(protocol.trials() if options.tune else protocol.runs())
+    return list(protocol.trials() if options.protocol == "rates" else protocol.runs(options.protocol))
 
 
-def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
-    """Write the results of the trials."""
+def conclude_trials(tasks: list[Task], failed: Mapping[Task, str]) -> None:
+    """Write the results of the trials, and the rates that they choose."""
     found = []
     for task in tasks:
         diverged = DIVERGED in failed.get(task, "")
         if diverged or (task.finished and task not in failed):
-            values = {name: getattr(task.settings, name) for name in protocol.TUNED}
-            overall = None if diverged else task.run.result.network.quantity("overall")
-            found.append(protocol.Trial(task.settings.arm, **values, overall=overall))
-    with suppress(StudyError):  # the trials that choose are not finished
-        if len(found) < len(protocol.tuning().trials):
-            print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}, which has all, stays")
-            return
-    write_atomically(protocol.TUNING, to_json(protocol.choose(found), indented=True))
-    print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}")
+            one, overall = task.settings, None if diverged else task.run.result.network.quantity("overall")
+            found.append(protocol.Rate(one.arm, one.ratio or 0, one.weight_decay, one.lr, overall))
+    if len(found) < len(protocol.rates().trials):
+        print(f"{len(found)} of {len(tasks)} trials: {protocol.CHOSEN}, which has more, stays")
+        return
+    write_atomically(protocol.CHOSEN, to_json(protocol.choose_rates(found), indented=True))
+    print(f"{len(found)} of {len(tasks)} trials: {protocol.CHOSEN}")
 
 
 def run_study(options: StudyOptions, tasks: list[Task]) -> int:
@@ -163,8 +166,8 @@ def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     first_slot = int(os.environ.get("LOCAL_RANK", 0)) * options.jobs
     failed = run_all(possible, options.jobs, first_slot) | conflicts
     status = tell_failed("study.py", failed)
-    if options.tune:
-        conclude_tuning(tasks, failed)
+    if options.protocol == "rates":
+        conclude_trials(tasks, failed)
     elif not (options.no_report or options.spread) and any(task.finished for task in tasks):
         from nc_study.reporting import report  # late: it draws figures, and the runs need none
 

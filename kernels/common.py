@@ -267,12 +267,16 @@ def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
     """Record the result of the running sample i_b at iteration k. Every warp has read the row of z on return.
 
     monitor: pointers to status, iterations, residual, progress and active. res_abs = |f(z) - z| and f_norm = |f(z)|:
-    scalars of the state's dtype. rule: tol, absolute, stall_floor and offset. last: no evaluation follows.
+    scalars of the state's dtype. rule: tol, absolute, stall_floor and offset. last: no evaluation follows. k < 0: the
+    sample's own number of evaluations, of at most -k.
     Returns whether the sample still runs, whether z is the best iterate so far, and whether z has to go back to it.
     """
     p_status, p_iterations, p_residual, p_progress, p_active = monitor
     tol, absolute, stall_floor, offset = rule
     dtype: tl.constexpr = res_abs.dtype
+    own = tl.load(p_iterations + i_b)
+    last = tl.where(k < 0, own + 1 >= -k, last)
+    k = tl.where(k < 0, own, k)
     finite = is_finite(res_abs) & is_finite(f_norm)
     res_rel = relative(res_abs, f_norm, offset)
     p_best_rel = p_residual + i_b
@@ -320,6 +324,17 @@ def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
     if status != constant("RUNNING"):
         tl.atomic_add(p_active, -1, sem="relaxed")
     return status == constant("RUNNING"), improved, status == constant("NONFINITE")
+
+
+@triton.jit
+def window_at(p_iterations, i_b, counted, n, newest, new, M):
+    """Pairs in the window of sample i_b, and the slots of its newest pair and of the next one: as given, unless n < 0.
+
+    Then they follow from the sample's number of evaluations, which includes this one if it is `counted`.
+    """
+    k = tl.maximum(tl.load(p_iterations + i_b) - counted, 1)
+    own = n < 0
+    return tl.where(own, tl.minimum(k, M), n), tl.where(own, (k - 1) % M, newest), tl.where(own, k % M, new)
 
 
 @triton.jit

@@ -41,6 +41,7 @@ from .common import (
     store_verdict,
     sum_numbers,
     unpack_verdict,
+    window_at,
 )
 from .config import (
     JUDGE_CONFIG,
@@ -307,6 +308,7 @@ def _multisecant_left_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
+    n, newest, _ = window_at(p_iterations, i_b, 0, n, newest, newest, M)
     begin, end = columns(D, BLK)
     p_z += i_b * D
     p_fz += i_b * D
@@ -375,6 +377,7 @@ def _multisecant_judge_kernel(
     if has_ended(p_status, i_b):
         store_no_verdict(p_verdict)
         return
+    n, newest, _ = window_at(p_iterations, i_b, 0, n, newest, newest, M)
     p_gram += i_b * (M + 2) * M
     res_norm, f_norm = norms_of_parts(p_numbers, S, maximum, BLK)
     monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
@@ -394,12 +397,23 @@ def _multisecant_judge_kernel(
 
 @triton.jit(do_not_specialize=["M", "W", "n", "newest"])
 def _multisecant_solve_kernel(
-    p_status, p_gram, p_scratch, M, W, n, newest, ridge: tl.float64, METHOD: tl.constexpr, MP: tl.constexpr
+    p_status,
+    p_iterations,
+    p_gram,
+    p_scratch,
+    M,
+    W,
+    n,
+    newest,
+    ridge: tl.float64,
+    METHOD: tl.constexpr,
+    MP: tl.constexpr,
 ):
     """N gamma = t of a sample; gamma takes the place of t."""
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
+    n, newest, _ = window_at(p_iterations, i_b, 1, n, newest, newest, M)
     m_i = tl.arange(0, MP) < n
     p_t, _, _ = _scratch_of(p_scratch, i_b, M, W)
     p_t += slots_by_age(newest, M, MP)
@@ -474,6 +488,7 @@ def _multisecant_right_kernel(
     p_fz,
     p_best,
     p_status,
+    p_iterations,
     p_left,
     p_df,
     p_gram,
@@ -503,6 +518,7 @@ def _multisecant_right_kernel(
     SHARED, it goes to the numbers "s" of ``number_of``.
     """
     i_b = tl.program_id(0).to(tl.int64)
+    n, newest, new = window_at(p_iterations, i_b, 1, n, newest, new, M)
     begin, end = columns(D, BLK)
     p_z += i_b * D
     p_best += i_b * D
@@ -530,11 +546,12 @@ def _multisecant_right_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "W", "S", "n", "new"])
-def _multisecant_row_kernel(p_status, p_gram, p_scratch, M, W, S, n, new, MP: tl.constexpr):
+def _multisecant_row_kernel(p_status, p_iterations, p_gram, p_scratch, M, W, S, n, new, MP: tl.constexpr):
     """DF^T s of a sample into row `new` of N, from the numbers that the S programs of sweep 2 stored of it."""
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
+    n, _, new = window_at(p_iterations, i_b, 1, n, new, new, M)
     o_i = tl.arange(0, MP)
     _, _, p_numbers = _scratch_of(p_scratch, i_b, M, W)
     r = sum_numbers(p_numbers, number_of("s", MP) + o_i, S)
@@ -652,7 +669,8 @@ def multisecant_transposed(a: Any, out: Tensor) -> None:
 
 def _plan(a: Any, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
     batch, size = a.z.shape
-    padded, programs = padded_window(n), programs_per_sample(batch, size, a.z.device)
+    pairs = history if n < 0 else n
+    padded, programs = padded_window(pairs), programs_per_sample(batch, size, a.z.device)
     shared = programs > 1
     width = history + 1 + number_of("end", padded) * programs * shared
     plan = Plan(a, p_scratch=(batch, width))
@@ -660,13 +678,13 @@ def _plan(a: Any, n: int, new: int, method: int, history: int, history_dtype: to
     sums = {"S": programs, "BLK": JUDGE_CONFIG.block, "num_warps": 1, "maxnreg": MAX_REGISTERS}
     grid, inline = (batch, programs), padded <= MAX_INLINE_WINDOW
     if n:
-        left = sweep_config(size, n, 3 if takes_row(method) else 2, a.z.dtype, history_dtype).arguments()
+        left = sweep_config(size, pairs, 3 if takes_row(method) else 2, a.z.dtype, history_dtype).arguments()
         plan.add(_multisecant_left_kernel, grid, B=batch, D=size, SHARED=shared, **window, **left)
         if shared:
             plan.add(_multisecant_judge_kernel, (batch,), B=batch, **window, **sums)
         if not inline:
             plan.add(_multisecant_solve_kernel, (batch,), **window, num_warps=1)
-    right = sweep_config(size, n, 1.5, a.z.dtype, history_dtype).arguments()
+    right = sweep_config(size, pairs, 1.5, a.z.dtype, history_dtype).arguments()
     plan.add(_multisecant_right_kernel, grid, D=size, new=new, SHARED=shared, SOLVE=inline, **window, **right)
     if n and shared and holds_steps(method):
         plan.add(_multisecant_row_kernel, (batch,), new=new, **window, **sums)
@@ -679,7 +697,7 @@ _PLANS = Plans(_plan, ("z", "fz", *MONITOR, "f_prev", "left", "df", "gram"))
 def multisecant_step(a: Any) -> None:
     """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
     history = a.left.shape[1]
-    n = min(a.k, history)
+    n = min(a.k, history) if a.k >= 0 else -1  # only the device knows the number: kernels for the whole history
     if a.last or n == 0:
         picard_step.run(a, hold=True)
     if not a.last and len(a.z):

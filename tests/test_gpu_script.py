@@ -1,73 +1,215 @@
-"""benchmarks/gpu.sh without a GPU: the dry run, its arguments, and its report of phases that fail."""
+"""benchmarks/gpu.sh without a GPU: calls that are stopped and go on, phases that fail, the archive, the arguments."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from harness import phases
+from harness.plans import PLANS
+from harness.session import ARCHIVE, Phase, Session
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-
-
-def a_record(row: dict[str, str]) -> str:
-    return json.dumps({"machine": {}, "command": "made up", "date": "2026-11-22", "remark": None, "rows": [row]})
-
-
-def run(*arguments, **environment):
-    command = ["bash", str(BENCHMARKS / "gpu.sh"), *map(str, arguments)]
-    unset = {"DEQFAST_WHEELS": "", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    unset |= {name: "" for name in os.environ if name.startswith("PYTEST_XDIST")}
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | unset | environment, check=False)
+ROOT = Path(__file__).resolve().parent.parent
+COUNTS = """
+from pathlib import Path
+for n in range(len(place.rows), {to}):
+    yield [{{"section": "a", "case": str(n), "provider": "cpp"}}]
+    {then}
+"""
 
 
-@pytest.mark.tier("full")
-def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
-    kept = tmp_path / "cpu_nc.json"
-    row = {"section": "nc", "case": "kept", "provider": "cpp", "fault": "made up"}
-    kept.write_text(a_record(row))
-    result = run("--dry-run", "--out", tmp_path, "measure", "tests")
-    assert result.returncode == 0, result.stdout + result.stderr
-    *_, ops, collapse, tests = result.stdout.splitlines()
-    assert ops.startswith("measure-ops\tok\t") and tests.startswith("tests\tok\t")
-    assert collapse == f"measure-nc\tkept\t{kept}"
-    measured = json.loads((tmp_path / "cpu_ops.json").read_text())
-    assert "ops" in {row["section"] for row in measured["rows"]} and measured["command"]
-    assert "ops picard-step-2x64 cpp" in result.stdout and "nc kept cpp  made up" in result.stdout
-    assert (tmp_path / "table.txt").read_text() in result.stdout
-    assert "== measure-ops" in (tmp_path / "gpu.log").read_text()
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """(phase name -> what a function of rows does, seconds) -> a session of these phases."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks", tmp_path))))
+    monkeypatch.setenv("OUT", str(tmp_path / "back"))
+    monkeypatch.setenv("PID", str(tmp_path / "pid"))
+    (tmp_path / "back").mkdir()
+
+    def make(seconds=60, **bodies):
+        lines = [f"def {name}(place):\n" + re.sub("^", "    ", body, flags=re.M) for name, body in bodies.items()]
+        (tmp_path / "made_up.py").write_text("import os, time\n" + "\n".join(lines))
+        plan = [Phase(name, seconds, f"what {name} decides", f"made_up:{name}") for name in bodies]
+        return Session(plan, tmp_path / "run", small=True)
+
+    return make
 
 
-@pytest.mark.tier("full")
-def test_a_phase_that_fails_is_named_does_not_stop_the_others_and_is_tried_again(tmp_path):
-    python = tmp_path / "python"
-    record, row = tmp_path / "cpu_ops.json", {"section": "ops", "case": "made-up", "provider": "cpp"}
-    written = f"echo '{a_record(row)}' >{record}"
-    failing = f'case "$*" in *"-m ops"*) {written}; exit 3 ;; *"-m pytest"*) exit 3 ;; esac'
-    python.write_text(f'#!/bin/sh\n{failing}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    result = run("--dry-run", "--out", tmp_path, PYTHON=str(python))
-    assert result.returncode == 1, result.stdout + result.stderr
-    failed = [line.split("\t")[:2] for line in result.stdout.splitlines()[-3:]]
-    assert failed == [[name, "FAILED, status 3"] for name in ("smoke", "measure-ops", "measure-nc")]
-    assert "ops made-up cpp" in result.stdout and (tmp_path / "cpu_ops.json.part").exists() and not record.exists()
-    again = run("--dry-run", "--out", tmp_path, "measure", PYTHON=str(python))
-    assert "measure-ops\tFAILED" in again.stdout, again.stdout + again.stderr  # measured again, not kept
-    log = (tmp_path / "gpu.log").read_text()
-    assert log.count("== smoke") == 1 and log.count("== measure-ops") == 2
+def rows_of(folder, name):
+    return [int(row["case"]) for row in json.loads((folder / name).read_text())["rows"]]
+
+
+def archived(session):
+    """Files of the archive, which is whole: name -> content. Its copy is the same."""
+    path = session.out / ARCHIVE
+    assert (session.out.parent / "back" / ARCHIVE).read_bytes() == path.read_bytes()
+    with tarfile.open(path) as archive:
+        return {member.name: archive.extractfile(member).read().decode() for member in archive}
 
 
 @pytest.mark.tier("full")
-def test_the_sanitizers_watch_the_first_look(tmp_path):
-    result = run("--dry-run", "--out", tmp_path, "memcheck", "sanitizers")
-    assert result.returncode == 0, result.stdout + result.stderr
-    stages = [line.split("\t") for line in result.stdout.splitlines()[-4:]]
-    assert [stage[:2] for stage in stages] == [
-        [tool, "ok"] for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+def test_a_stopped_phase_goes_on_after_its_rows_and_the_others_do_not_wait(session):
+    """One fails, one spends its budget; another call finishes both, and does not repeat the one that is done."""
+    hangs = "if n == 2: place.rows[0]['fault'] = 'made up'; time.sleep(99)"
+    first = session(
+        15,
+        done=COUNTS.format(to=2, then=""),
+        slow=COUNTS.format(to=4, then=hangs),
+        bad="raise OSError('made up')\nyield",
+    )
+    assert first.call(100) == 1
+    assert [first.state[name]["outcome"] for name in ("done", "slow", "bad")] == ["ok", "stopped", "failed"]
+    assert rows_of(first.out, "done.json") == [0, 1] and rows_of(first.out, "slow.json.part") == [0, 1, 2]
+    files = archived(first)
+    assert "slow -> FAULT a 0 cpp: made up" in files["table.txt"]  # the conclusions of its rows
+    assert {"done.json", "slow.json.part", "bad.log", "state.json", "table.txt"} <= set(files)
+    assert "made up" in files["bad.log"] and "left: slow, bad: call it again" in files["table.txt"]
+    again = session(done="raise OSError\nyield", slow=COUNTS.format(to=4, then=""), bad=COUNTS.format(to=1, then=""))
+    assert again.call(100) == 0 and again.state["done"]["tries"] == 1
+    assert rows_of(again.out, "slow.json") == [0, 1, 2, 3] and not list(again.out.glob("*.part"))
+    assert "all phases are finished" in archived(again)["table.txt"]
+
+
+@pytest.mark.tier("full")
+def test_a_call_that_is_killed_leaves_a_whole_archive_and_no_process(session, tmp_path):
+    made = session(
+        one=COUNTS.format(to=1, then=""),
+        two=COUNTS.format(
+            to=9, then="print(os.getpid(), file=open(os.environ['PID'], 'w'), flush=True); time.sleep(99)"
+        ),
+    )
+    code = f"""
+import signal, sys
+from pathlib import Path
+from harness.session import Phase, Session
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+plan = [Phase(name, 60, "", f"made_up:{{name}}") for name in ("one", "two")]
+Session(plan, Path({str(made.out)!r}), True).call(100)
+"""
+    call = subprocess.Popen([sys.executable, "-c", code])
+    part = made.out / "two.json.part"
+    deadline = time.monotonic() + 60
+    while not (part.is_file() and rows_of(made.out, part.name)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    call.send_signal(signal.SIGTERM)
+    assert call.wait(30) == 1
+    files = archived(made)
+    assert json.loads(files["one.json"])["rows"] and json.loads(files["two.json.part"])["rows"]
+    assert json.loads(files["state.json"])["two"]["outcome"] == "stopped"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_call_begins_nothing_that_it_has_no_time_for(session):
+    """And what was never begun comes before what has failed."""
+    made = session(failed="yield", fresh="yield")
+    made.state["failed"] = {"outcome": "failed", "seconds": 1.0, "tries": 1}
+    ran = []
+    made.run = lambda phase, seconds: (
+        ran.append((phase.name, seconds))
+        or made.state.update({phase.name: {"outcome": "ok", "seconds": 0, "tries": 2}})
+    )
+    assert made.call(12) == 0 and not ran and "left: failed, fresh" in made.table()
+    assert made.call(50) == 0 and [name for name, _ in ran] == ["fresh", "failed"] and max(s for _, s in ran) <= 44
+
+
+def test_conclusions_name_faults_predictions_targets_and_go_or_no_go():
+    row = phases.row_of
+    bits = [
+        row("bits", "picard", "cuda-graph", evaluations=20),
+        row("bits", "anderson", "cuda-graph", fault="other bits of value"),
     ]
-    assert all(stage[-1].startswith("torch: ") and " right, " in stage[-1] for stage in stages)
+    assert "the loop on the device: go, bits of the eager loop" in phases.conclusions(bits[:1])
+    told = list(phases.conclusions([*bits, row("solves", "picard-128x8192", "cuda-graph", ms=0.45, ms_min=0.4)]))
+    assert "FAULT bits anderson cuda-graph: other bits of value" in told
+    assert "the loop on the device: NO-GO, anderson cuda-graph" in told
+    assert "solves picard-128x8192 cuda-graph: 0.45 ms, predicted 0.4 to 0.5" in told
+    assert any(line.startswith("met picard-128x8192") and line.endswith(": 0.45") for line in told)
+    slow = list(phases.conclusions([row("probe", "pass of a loop with 2 kernels", "device", ms=0.05)]))
+    assert slow[-1].startswith("a body holds four iterations")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "how", "content"),
+    [([0], "found", "old"), ([1, 0], "brought along", "new"), ([1, 1, 0, 0], "built here", "new")],
+)
+def test_objects_of_other_sources_are_replaced_by_those_brought_along_or_built(
+    statuses, how, content, tmp_path, monkeypatch
+):
+    """statuses: of the processes that compare the sources, and of a build."""
+    for path, text in (("deqfast/_C_cuda.so", "old"), ("gpu/lib/deqfast/_C_cuda.so", "new")):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(phases, "ROOT", tmp_path)
+    monkeypatch.setattr(phases, "BROUGHT", tmp_path / "gpu")
+    monkeypatch.setattr(phases.torch.cuda, "get_device_capability", lambda: (9, 0))
+    ran, left = [], iter(statuses)
+
+    def run(command, **given):
+        ran.append(command)
+        return SimpleNamespace(returncode=next(left))
+
+    monkeypatch.setattr(phases.subprocess, "run", run)
+    ((row,),) = phases.extension(phases.Place("cuda", False, []))
+    assert row["provider"] == how and (tmp_path / "deqfast/_C_cuda.so").read_text() == content
+    assert len(ran) == len(statuses) and any("build_ext" in words for words in ran) == (how == "built here")
+
+
+def test_every_phase_exists_and_the_first_ones_fit_a_call():
+    for plan in PLANS.values():
+        for phase in plan(False):
+            assert isinstance(phase.work, tuple) or callable(getattr(phases, phase.work.split(":")[1]))
+    assert sum(phase.seconds for phase in PLANS["short"](False)[1:7]) < 560
+
+
+@pytest.mark.tier("full")
+@pytest.mark.parametrize("plan, only", [("short", ["bits", "probe"]), ("checks", ["memcheck"])])
+def test_a_dry_run(plan, only, tmp_path):
+    result = run(plan, *only, "--dry-run", "--out", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert {name: entry["outcome"] for name, entry in state.items()} == dict.fromkeys(["extension", *only], "ok")
+    if plan == "checks":
+        assert " right, " in (tmp_path / "memcheck.log").read_text()
+    else:
+        assert json.loads((tmp_path / "probe.json").read_text())["machine"]["torch"]
+
+
+def run(*arguments):
+    command = ["bash", "benchmarks/gpu.sh", *map(str, arguments)]
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "OUT": ""}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a plan: short, checks or bring"),
+        (["lunch"], "invalid choice: 'lunch'"),
+        (["short", "lunch"], "lunch: not a phase of short"),
+        (["short", "--seconds", "600"], "--seconds must be from 16 to 560, got 600"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    result = run(*arguments)
+    assert result.returncode == 2 and message in result.stderr
+
+
+@pytest.mark.tier("full")
+def test_the_first_look_finds_every_emulated_kernel_right():
+    look = [sys.executable, "benchmarks/first_look.py", "--kernel", "emulated", "--few"]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(look, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    verdict = re.search(r"emulated: (\d+) of (\d+) right", found.stdout)
+    assert found.returncode == 0 and verdict and verdict[1] == verdict[2] and int(verdict[1]) > 50, found.stdout
 
 
 def test_the_first_look_names_what_is_wrong(monkeypatch, capsys):
@@ -83,29 +225,3 @@ def test_the_first_look_names_what_is_wrong(monkeypatch, capsys):
     assert first_look.look("torch", "", False) == ["torch off 1x1"]
     out = capsys.readouterr().out
     assert "ok    torch right" in out and "WRONG torch off" in out and "allowed 0" in out and "1 of 2 right" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
-    [
-        (["--fast"], {}, "unknown argument '--fast'"),
-        (["--out"], {}, "--out needs a folder"),
-        (["lunch"], {}, "'lunch' is not a phase: build smoke measure memcheck tests sanitizers"),
-        ([], {"PYTHON": "no-such-python"}, "'no-such-python' is not a command"),
-        ([], {"DEQFAST_WHEELS": "/no/such/folder"}, "DEQFAST_WHEELS: '/no/such/folder' is not a folder"),
-    ],
-)
-def test_wrong_arguments(arguments, environment, message):
-    result = run(*arguments, **environment)
-    assert result.returncode == 2
-    assert message in result.stderr
-
-
-@pytest.mark.tier("full")
-def test_the_first_look_finds_every_emulated_kernel_right():
-    look = [sys.executable, "benchmarks/first_look.py", "--kernel", "emulated", "--few"]
-    path = os.pathsep.join(map(str, (BENCHMARKS.parent, BENCHMARKS.parent / "tests")))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(look, cwd=BENCHMARKS.parent, env=environment, capture_output=True, text=True, check=False)
-    verdict = re.search(r"emulated: (\d+) of (\d+) right", found.stdout)
-    assert found.returncode == 0 and verdict and verdict[1] == verdict[2] and int(verdict[1]) > 50, found.stdout

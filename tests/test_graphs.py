@@ -5,21 +5,26 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from own_sums import LoopedFCCell
 from solutions import SOLVERS, assert_same_solution
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
-from deqfast.engine.loop import LateWatch, Watch
+from deqfast.engine import device_loop
+from deqfast.engine.device_loop import has_loops
 from deqfast.engine.runners import cuda_graph
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
@@ -43,6 +48,7 @@ class Recording(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, results))
         return results
 
+    @torch.no_grad()
     def replay(self):
         for func, args, kwargs, results in self.calls:
             again = pytree.tree_leaves(func(*args, **kwargs))
@@ -54,15 +60,6 @@ class Recording(TorchDispatchMode):
 refuse_waits = cuda_graph.refuse_waits  # which the recordings below leave out
 
 
-class Condition:
-    def __init__(self, active, graph):
-        self.active, self.graph = active, graph
-
-    def __call__(self):
-        if int(self.active) > 0:
-            self.graph.replay()
-
-
 def record(work):
     graph = Recording()
     with graph:
@@ -72,49 +69,89 @@ def record(work):
     return graph
 
 
-def record_condition(active, work):
+class Loop:
+    """Passes that are repeated as a device does."""
+
+    def __init__(self, graph, active, passes, most):
+        self.graph, self.active, self.passes, self.most = graph, active, passes, most
+
+    def __call__(self):
+        while int(self.active) > 0 and int(self.passes) < self.most:
+            self.graph.replay()
+
+
+def record_loop(loop, passes):
+    """As torch's own loop in a graph, which counts its passes itself."""
+
+    def body():
+        loop.body()
+        passes.add_(1)
+
     with torch.utils._python_dispatch._disable_current_modes():
-        body = record(work)
-    Recording.capturing[-1].calls.append((Condition(active, body), (), {}, None))
+        graph = record(body)
+    Recording.capturing[-1].calls.append((Loop(graph, loop.state.active, passes, loop.most), (), {}, None))
+
+
+def join(graphs, active, passes, most):
+    """As csrc/cuda/while_graph.h."""
+    begin, *body, end = graphs
+
+    def launch(stream):
+        begin.replay()
+        if body:
+            counted = Recording()
+            counted.replay = lambda: (body[0].replay(), passes.add_(1))
+            Loop(counted, active, passes, most)()
+        end.replay()
+
+    return launch
 
 
 class Mark:
     """An event; `waits` counts those for any."""
 
-    waits = 0
+    waits, arrived = 0, True
 
     def wait(self):
         Mark.waits += 1
 
     synchronize = wait
 
+    def query(self):
+        return Mark.arrived
 
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch):
+
+@pytest.fixture(autouse=True, params=["joined", "torch's loop"])
+def recorded(request, monkeypatch):
     """Recorded graphs, for machines without a GPU."""
     if GPU:
+        if request.param == "torch's loop" and not has_loops():
+            pytest.skip("this torch has no loops in graphs")
+        if request.param == "torch's loop":
+            monkeypatch.setattr(cuda_graph._extension, "cuda_module", None)
         return
     monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_graph, "capture", lambda works: [record(work) for work in works])
-    monkeypatch.setattr(cuda_graph, "if_running", record_condition)
+    monkeypatch.setattr(cuda_graph, "capture", lambda works, mode: [record(work) for work in works])
+    monkeypatch.setattr(cuda_graph, "capture_loop", record_loop)
+    monkeypatch.setattr(device_loop, "capture_loop", record_loop)
+    monkeypatch.setattr(device_loop, "DEVICE", "cpu")
+    monkeypatch.setattr("deqfast.engine.solve.DEVICE", "cpu")
+    monkeypatch.setattr(cuda_graph, "join", join)
+    monkeypatch.setattr(cuda_graph._extension, "cuda_module", object() if request.param == "joined" else None)
     monkeypatch.setattr(cuda_graph, "aside", lambda work: work())
     monkeypatch.setattr(cuda_graph, "refuse_waits", lambda work: work())
     monkeypatch.setattr(cuda_graph, "mark", Mark)
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", None, raising=False)
+    monkeypatch.setattr(cuda_graph, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=Mark))
+    monkeypatch.setattr(Mark, "arrived", True)
 
 
-@pytest.fixture(params=[True, "whole"])
-def mode(request):
-    if GPU and request.param == "whole" and not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
-        pytest.skip("this torch has no conditional graph nodes")
-    return request.param
-
-
-def blocks(solver, mode, **options):
+def blocks(solver, **options):
     """The same block, captured and not."""
     torch.manual_seed(0)
     cell = LoopedFCCell(5, 12).to(DEVICE)
-    return deqfast.DEQBlock(cell, solver, cuda_graph=mode, **options), deqfast.DEQBlock(cell, solver, **options)
+    return deqfast.DEQBlock(cell, solver, cuda_graph=True, **options), deqfast.DEQBlock(cell, solver, **options)
 
 
 def inputs(batch=4, seed=0):
@@ -122,37 +159,87 @@ def inputs(batch=4, seed=0):
 
 
 def assert_same(actual, expected):
-    """Compare everything except the calls of f, which depend on how often the host looks."""
-    assert_same_solution(actual, expected, but=("evaluations", "sample_evaluations"))
+    """Compare everything except the calls of f, which the loop makes until it sees the end."""
+    counted = ("evaluations", "sample_evaluations", "trace", "trace_rel", "trace_abs", "arriving")
+    assert_same_solution(actual, expected, but=counted)
+
+
+def states():
+    """z0 of different layouts: rows, images in two memory orders, complex numbers, a tree, short numbers."""
+    image = torch.randn(4, 3, 2, 2, device=DEVICE)
+    yield from (image.flatten(1), image, image.contiguous(memory_format=torch.channels_last), image.bfloat16())
+    yield from (torch.complex(image, image), {"b": image, "a": image[:, 0].double()})
+
+
+class Map(nn.Module):
+    """Contracts each tensor of z towards x, by the fourth root of its slope for one sample."""
+
+    def forward(self, z, x):
+        slopes = torch.tensor([0.5, 0.7, 0.9, 0.3], device=DEVICE)
+
+        def of_leaf(z, x):
+            return (slopes.view(-1, *[1] * (z.dim() - 1)) * z + x).to(z.dtype)
+
+        return pytree.tree_map(of_leaf, z, x)
 
 
 @some_solvers
-@pytest.mark.parametrize("every", [1, 3])
-def test_the_solution_equals_the_loops(name, every, mode, monkeypatch):
-    for watch in (Watch, LateWatch):
-        monkeypatch.setattr(watch, "every", every)
-    graphed, plain = blocks(SOLVERS[name](rtol=1e-4), mode, warn=False)
+@pytest.mark.parametrize("max_iter", [1, 2, 5, 20])
+def test_the_solution_equals_the_loops(name, max_iter):
+    graphed, plain = blocks(SOLVERS[name](rtol=1e-4, max_iter=max_iter), warn=False, trace=True)
     for seed, z0 in enumerate((None, None, torch.randn(4, 12, device=DEVICE))):
         x = inputs(seed=seed)
         x[1] = torch.nan if z0 is not None else x[1]
         solutions = [block(x, z0, return_solution=True)[1] for block in (graphed, plain)]
         assert_same(*solutions)
         assert (solutions[0].status[1] == deqfast.Status.NONFINITE) == (z0 is not None)
-        if not GPU:
-            assert solutions[0].evaluations == solutions[1].evaluations
-        assert solutions[0].sample_evaluations == 4 * solutions[0].evaluations
+        needed, made = int(solutions[0].iterations.max()), solutions[0].evaluations
+        assert made == min(max_iter, needed + (needed + max_iter) % 2) and solutions[0].sample_evaluations == 4 * made
+        for kind in ("trace", "trace_rel", "trace_abs"):
+            assert torch.equal(getattr(solutions[0], kind)[:needed], getattr(solutions[1], kind)[:needed])
     assert len(graphed.graphs._captured) == 1
 
 
-@pytest.mark.parametrize("adjoint", ["jfb", "implicit"])
-def test_gradients_are_those_of_the_loop(adjoint, mode):
-    grads = []
-    for block in blocks("broyden", mode, adjoint=adjoint):
-        x = inputs().requires_grad_()
-        block(x).square().sum().backward()
-        grads.append([x.grad, *(p.grad.clone() for p in block.cell.parameters())])
-        block.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+@pytest.mark.parametrize("solver", [deqfast.Anderson(history_size=3), deqfast.Broyden(rtol=1e-2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0}, {"groups": True}], ids=str)
+def test_states_of_any_layout(options, solver):
+    groups = {"groups": deqfast.Groups(torch.tensor([0, 1, 1, 0]), device=DEVICE)} if "groups" in options else {}
+    for z0 in states():
+        scale = {"scale": pytree.tree_map(lambda _: 2.0, z0)} if "scale" in options else {}
+        pair = [deqfast.DEQBlock(Map(), solver, cuda_graph=graph, **groups, **scale) for graph in (True, False)]
+        for shift in (0.1, 0.2):
+            x = pytree.tree_map(lambda leaf, shift=shift: leaf + shift, z0)
+            (value, solution), (expected, of_the_loop) = (block(x, z0, return_solution=True) for block in pair)
+            for a, b in zip(pytree.tree_leaves(value), pytree.tree_leaves(expected), strict=True):
+                assert torch.equal(a, b) and (a.dtype, a.stride()) == (b.dtype, b.stride())
+                a.mul_(torch.ones((), device=DEVICE, requires_grad=True))  # it is an ordinary tensor
+            assert_same(solution.changed(value=None), of_the_loop.changed(value=None))
+
+
+BACKWARD = deqfast.Implicit(deqfast.Broyden(1e-5, max_iter=30, history_size=4))
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0}, {"groups": True}], ids=str)
+@pytest.mark.parametrize(("adjoint", "captured"), [("jfb", 1), ("implicit", 2), (BACKWARD, 2)], ids=str)
+def test_gradients_are_those_of_the_loop(adjoint, captured, options):
+    """The backward solve of Implicit is captured too; a broken sample is left out of it."""
+    if "groups" in options:
+        options = {"groups": deqfast.Groups(torch.tensor([0, 1, 1, 2]), device=DEVICE)}
+    pair = blocks("broyden", adjoint=adjoint, warn=False, **options)
+    for seed in range(3):
+        grads, ended = [], []
+        for block in pair:
+            x = inputs(seed=seed)
+            x[3] = torch.nan if seed == 2 else x[3]
+            x.requires_grad_()
+            block(x).square().sum().backward()
+            grads.append([x.grad, *(p.grad.clone() for p in block.cell.parameters())])
+            ended.append(block.backward_solution)
+            block.zero_grad()
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*grads, strict=True))
+        if captured == 2:
+            assert_same(*ended)
+    assert len(pair[0].graphs._captured) == captured
 
 
 CHANGES = {
@@ -165,8 +252,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "captured"), CHANGES.values(), ids=CHANGES)
-def test_a_change_is_seen_and_what_a_graph_cannot_know_is_captured_again(change, captured, mode):
-    graphed, plain = blocks("anderson", mode)
+def test_a_change_is_seen_and_what_a_graph_cannot_know_is_captured_again(change, captured):
+    graphed, plain = blocks("anderson")
     before = [block(inputs(), return_solution=True) for block in (graphed, plain)]
     change(graphed)
     plain.cell, plain.solver = graphed.cell, graphed.solver
@@ -178,7 +265,7 @@ def test_a_change_is_seen_and_what_a_graph_cannot_know_is_captured_again(change,
 
 
 def test_the_number_of_graphs_is_bounded():
-    graphed, plain = blocks("picard", True)
+    graphed, plain = blocks("picard")
     for batch in range(1, cuda_graph.MAX_GRAPHS + 3):
         graphed(inputs(batch=batch))
     assert len(graphed.graphs._captured) == cuda_graph.MAX_GRAPHS
@@ -190,8 +277,8 @@ def test_the_number_of_graphs_is_bounded():
     [(nullcontext, lambda: torch.autocast(DEVICE, torch.bfloat16), 2), (torch.inference_mode, nullcontext, 1)],
     ids=["autocast", "inference mode"],
 )
-def test_autocast_is_part_of_the_graph_and_inference_mode_is_not(first, then, captured, mode):
-    graphed, plain = blocks("anderson", mode)
+def test_autocast_is_part_of_the_graph_and_inference_mode_is_not(first, then, captured):
+    graphed, plain = blocks("anderson")
     with first():
         graphed(inputs())
     with then():
@@ -255,12 +342,12 @@ def test_a_failed_capture_leaves_no_trace(refused, monkeypatch):
         deqfast.DEQBlock(Waiting(), cuda_graph=True)(inputs())
     assert (torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()) == (stream, mode)
     deqfast.DEQBlock(Waiting())(inputs())
-    graphed, plain = blocks("anderson", True)
+    graphed, plain = blocks("anderson")
     assert torch.equal(graphed(inputs()), plain(inputs()))
 
 
-def test_an_empty_batch(mode):
-    solution = blocks("anderson", mode)[0](inputs(batch=0), return_solution=True)[1]
+def test_an_empty_batch():
+    solution = blocks("anderson")[0](inputs(batch=0), return_solution=True)[1]
     assert solution.evaluations == 0 and solution.value.shape == (0, 12)
 
 
@@ -299,33 +386,220 @@ def test_it_needs_a_gpu(monkeypatch):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True)(inputs())
 
 
-def test_wrong_settings():
-    with pytest.raises(ValueError, match="cuda_graph must be False, True or 'whole', got 'all'"):
-        deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="all")
-    with pytest.raises(TypeError, match="cuda_graph needs a cell that is an nn.Module"):
-        deqfast.DEQBlock(lambda z, x: z, cuda_graph=True)
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5).to(DEVICE)
+
+    def forward(self, z, x):
+        return torch.tanh(0.1 * self.linear(z) + x)
 
 
-def test_whole_needs_conditional_nodes(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    with pytest.raises(RuntimeError, match="needs a torch with conditional nodes"):
-        deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="whole")
+class Drawing(nn.Module):
+    def __init__(self, generator=None):
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, z, x):
+        return 0.5 * z + x * torch.rand(x.shape, device=DEVICE, generator=self.generator)
 
 
-def test_threads_may_share_a_block(mode, monkeypatch):
-    graphed, plain = blocks("anderson", mode)
+@pytest.mark.parametrize(
+    ("cell", "options", "error", "match"),
+    [
+        (deqfast.LinearCell(5), {"cuda_graph": "whole"}, ValueError, "cuda_graph must be one of False, True, got"),
+        (lambda z, x: z, {}, TypeError, "cuda_graph needs a cell that is an nn.Module"),
+        (deqfast.LinearCell(5), {"solver": "auto"}, ValueError, "cuda_graph cannot be combined with Auto: its stages"),
+        (
+            deqfast.LinearCell(5),
+            {"adjoint": deqfast.Implicit("auto")},
+            ValueError,
+            "Auto of the adjoint's solver, Auto",
+        ),
+        (deqfast.LinearCell(5), {"stop_fn": max}, ValueError, "combined with stop_fn: it would be asked on the host"),
+        (deqfast.LinearCell(5), {"drop_converged": True}, ValueError, "cannot be combined with drop_converged"),
+        (deqfast.LinearCell(5), {"groups": "batch"}, ValueError, "groups of a call: a graph .* make deqfast.Groups"),
+        (deqfast.LinearCell(5), {"kernel": "torch"}, RuntimeError, "cuda_graph needs kernel 'cuda' or 'triton'"),
+        (Drawing(), {}, RuntimeError, "cannot be captured: the cell draws random numbers"),
+        (Drawing(torch.Generator(DEVICE)), {}, RuntimeError, "cannot be captured: the cell draws random numbers"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_refused(cell, options, error, match):
+    with pytest.raises(error, match=match):
+        deqfast.DEQBlock(cell, **{"cuda_graph": True, "warn": False, **options})(inputs())
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_a_loop_needs_deqfasts_kernels_or_a_new_torch(recorded, monkeypatch):
+    monkeypatch.setattr(cuda_graph._extension, "cuda_module", None)
+    monkeypatch.setattr(cuda_graph, "has_loops", lambda: False)
+    monkeypatch.setattr(cuda_graph._extension, "cuda_reason", "nobody built them")
+    with pytest.raises(RuntimeError, match="needs deqfast's CUDA kernels or torch 2.14: nobody built them"):
+        blocks("picard")[0](inputs())
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", deqfast.Implicit(deqfast.Anderson(1e-5, max_iter=9))], ids=str)
+@pytest.mark.parametrize("has_loops", [True, False])
+def test_a_block_in_somebody_elses_graph(has_loops, adjoint, monkeypatch):
+    """The forward and the backward solve are captured; a replay equals an ordinary step, and nothing is read."""
+    if GPU and has_loops and not device_loop.has_loops():
+        pytest.skip("this torch has no loops in graphs")
+    monkeypatch.setattr(device_loop, "has_loops", lambda: has_loops)
+    blocks = [deqfast.DEQBlock(Plain(), deqfast.Anderson(1e-4, max_iter=15), adjoint) for _ in range(2)]
+    blocks[0].load_state_dict(blocks[1].state_dict())
+    x, results = inputs().requires_grad_(), []
+
+    def step(block, x):
+        value, solution = block(x, return_solution=True)
+        return value, solution, torch.autograd.grad(value.square().sum(), [x, *block.parameters()])
+
+    with monkeypatch.context() as patch:
+        if GPU:
+            cuda_graph.aside(lambda: step(blocks[0], x))
+            (graph,) = cuda_graph.capture([lambda: results.append(step(blocks[0], x))])
+        else:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr("deqfast.api.notice.is_late", lambda status: True)
+            patch.setattr("deqfast.gradients.linear.known_finite", lambda tensor: False)
+            patch.setattr(deqfast.Solution, "counts", None)
+            graph = record(lambda: results.append(step(blocks[0], x)))
+    (value, solution, grads), made = results[0], 15
+    for seed in (1, 2):
+        given = inputs(seed=seed).requires_grad_()
+        with torch.no_grad():
+            x.copy_(given)
+        graph.replay()
+        expected, of_the_loop, wanted = step(blocks[1], given)
+        assert torch.equal(value, expected) and all(map(torch.equal, grads, wanted))
+        assert torch.equal(solution.iterations, of_the_loop.iterations)
+    if has_loops:
+        with pytest.raises(RuntimeError, match="as its replay makes: see Solution.iterations"):
+            _ = solution.evaluations
+    else:
+        assert solution.evaluations == made
+
+
+class Storages(TorchDispatchMode):
+    """Memory of the results of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+        self.made += [StorageWeakRef(t.untyped_storage()) for t in tensors]
+        return results
+
+
+@pytest.mark.skipif(GPU, reason="looks at the memory of recorded operations")
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit"])
+@some_solvers
+def test_a_pass_frees_nothing_that_was_allocated_before_it(name, adjoint, monkeypatch):
+    """Else torch could give this memory to other work, and the next pass of the loop would read that."""
+    monkeypatch.setattr(cuda_graph._extension, "cuda_module", object())
+    seen = []
+
+    def capture(works, mode):
+        with Storages() as storages:
+            works[0]()
+            before = [memory for memory in storages.made if not memory.expired()]
+            works[1]()
+        seen.append((len(before), [memory.expired() for memory in before], len(storages.made)))
+        return [record(work) for work in works]
+
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    for max_iter in (5, 6, 60):
+        solver = SOLVERS[name](rtol=1e-30, max_iter=max_iter, **{"history_size": 4} if name != "picard" else {})
+        block = deqfast.DEQBlock(Plain(), solver, adjoint, cuda_graph=True, warn=False)
+        block(inputs()).sum().backward()
+    assert all(count and not any(freed) for count, freed, _ in seen)
+    each = len(seen) // 3
+    assert seen[each] == seen[2 * each]  # ten times as many evaluations take no more memory
+
+
+class Submissions(TorchDispatchMode):
+    """Operations that a device would be given: all that allocate nothing and return no view."""
+
+    FREE = {"view", "detach", "unbind", "empty", "empty_like", "set_"}
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.made += [name] * (name not in self.FREE)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(GPU, reason="counts recorded operations")
+@torch.no_grad()
+def test_what_a_replay_costs(monkeypatch):
+    """At most 8 submissions: launches, kernels, copies, events. At most 60 calls, of which two come on a GPU only."""
+    monkeypatch.setattr("deqfast.api.notice.is_late", lambda status: True)
+    monkeypatch.setattr(deqfast.Solution, "counts", None)
+    graphed, calls = deqfast.DEQBlock(Plain(), "picard", cuda_graph=True).eval(), []
+    for _ in range(2):
+        graphed(inputs())
+    (captured,) = graphed.graphs._captured
+    launch, x, seen = captured.launch, inputs(seed=1), Submissions()
+
+    def launch_aside(stream):
+        watch = sys.getprofile()
+        sys.setprofile(None)
+        with torch.utils._python_dispatch._disable_current_modes():
+            launch(stream)
+        seen.made.append("launch")
+        sys.setprofile(watch)
+
+    monkeypatch.setattr(captured, "launch", launch_aside)
+    monkeypatch.setattr(Mark, "__init__", lambda event: seen.made.append("event"))
+    monkeypatch.setattr(Mark, "wait", lambda event: seen.made.append("wait"))
+    with seen:
+        graphed(x)
+    assert len(seen.made) <= 8, seen.made
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    graphed(x)
+    sys.setprofile(None)
+    assert len(calls) <= 60 - 2, calls
+
+
+@pytest.mark.skipif(GPU, reason="there events arrive by themselves")
+def test_a_start_that_is_not_finite_is_told_when_a_number_is_read_or_in_a_later_call(monkeypatch):
+    graphed, z0 = blocks("anderson", warn=False)[0], torch.zeros(4, 12)
+    z0[2] = torch.inf
+    monkeypatch.setattr(Mark, "arrived", False)
+    solution = graphed(inputs(), z0, return_solution=True)[1]
+    assert solution.status.tolist()[2] == deqfast.Status.NONFINITE
+    with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 4 rows: 2"):
+        _ = solution.evaluations
+    graphed(inputs(), z0)
+    graphed(inputs())  # nothing has arrived
+    monkeypatch.setattr(Mark, "arrived", True)
+    with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 4 rows: 2"):
+        graphed(inputs())
+    graphed(inputs())
+
+
+def test_threads_may_share_a_block(monkeypatch):
+    graphed, plain = blocks("anderson")
     graphed(inputs())
     replay = Recording.replay
     monkeypatch.setattr(Recording, "replay", lambda graph: (time.sleep(0.01), replay(graph)))
+    if not GPU:
+        monkeypatch.setattr(cuda_graph, "raw_stream", lambda device: threading.get_ident())
     given, before = [inputs(seed=seed) for seed in range(4)], Mark.waits
     with ThreadPoolExecutor(2) as pool:
         assert all(map(torch.equal, pool.map(graphed, given), map(plain, given)))
-    assert GPU or Mark.waits - before == 4
+    assert GPU or Mark.waits > before  # one stream for the other
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
 def test_copies_capture_for_themselves(duplicate):
-    graphed, plain = blocks("anderson", True)
+    graphed, plain = blocks("anderson")
     graphed(inputs())
     other = duplicate(graphed)
     assert not other.graphs._captured and len(graphed.graphs._captured) == 1

@@ -40,6 +40,7 @@ class TestRegistration:
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
         on_triton = {f"deqfast::{op}_triton" for op in OPS if OPS[op].triton}
         loops = {f"deqfast::{name}" for name in ("state_begin", "loop_begin", "loop_end", *LOOPS)}
+        loops |= {f"deqfast::{op}_bind" for op in OPS if OPS[op].binds}
         assert registered == {f"deqfast::{op}" for op in OPS} | on_triton | loops | WHOLE_SOLVES
 
     @pytest.mark.covering(1)
@@ -151,6 +152,7 @@ def contiguous(tensor):
     return tensor.contiguous()
 
 
+STEPS = ["picard_step", "multisecant_step", "broyden_step"]
 COLLAPSE = ["class_means", "within_class_scatter"]
 WINDOW = "left", "df", "gram"
 # (op, the argument that is named, what replaces valid arguments, what the message says)
@@ -158,17 +160,17 @@ MISTAKES = [
     ("multisecant_step", "left", {"left": torch.Tensor.half}, ["bfloat16 with float32"]),
     ("multisecant_step", "left", of_history(0, *WINDOW), ["1 to "]),
     ("multisecant_step", "method", {"method": 4}, ["0 to 3, got 4"]),
-    ("multisecant_step", "k", {"k": -1}, ["got -1"]),
+    *((op, "k", {"k": -(2**31)}, ["-2147483647 to 2147483646, got -2147483648"]) for op in STEPS),
     ("broyden_step", "steps", {"steps": torch.Tensor.bfloat16}, ["Float"]),
     ("broyden_step", "steps", of_history(0, "steps", "gram"), ["one step or more"]),
     *(
         ("broyden_step", "k", {"k": k, "last": last}, ["the 4 steps there is room for", f"got {k}"])
-        for k, last in ((-1, False), (-1, True), (4, False), (5, True))
+        for k, last in ((4, False), (5, True))
     ),
     ("fc_fixed_point", "activation", {"activation": 4}, ["0 to 3, got 4"]),
     ("fc_fixed_point", "max_iter", {"max_iter": 0}, ["1 to 2147483647, got 0"]),
     ("fc_fixed_point", "max_iter", {"max_iter": 2**31}, ["1 to 2147483647, got 2147483648"]),
-    ("picard_step", "k", {"k": 2**31 - 1}, ["0 to 2147483646, got 2147483647"]),
+    ("picard_step", "k", {"k": 2**31 - 1}, ["-2147483647 to 2147483646, got 2147483647"]),
     *(("fc_steps", "k", {"k": k}, ["below `until` 2", f"got {k}"]) for k in (-1, 2)),
     ("fc_steps", "until", {"until": 4}, ["at most `max_iter` 3, got 4"]),
     ("fc_vjp", "activation", {"activation": -1}, ["0 to 3, got -1"]),

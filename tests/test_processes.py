@@ -101,10 +101,13 @@ class Case:
     gain: float = 1.0
     broken: int | None = None  # a sample for which the cell is not finite
     table: bool = False
+    normed: bool = False  # a weight is computed from parameters
 
     def model(self) -> Model:
         torch.default_generator.manual_seed(0)  # the same in all processes
         cell, options = Cell(self.gain), {"drop_converged": self.drop_converged, "warn": False}
+        if self.normed:
+            nn.utils.parametrizations.weight_norm(cell.up)
         return Model(DEQBlock(cell, self.solver, self.adjoint, **options)).to(self.dtype)
 
     def data(self) -> Tensor:
@@ -172,7 +175,7 @@ CASES = {
     "implicit": Case("implicit", Broyden(1e-9, 60), steps=20),
     "float32": Case("implicit", Anderson(1e-5, 40), dtype=torch.float32, steps=1),
     "neumann": Case(Neumann(3), drop_converged=True),
-    "phantom": Case("phantom", Picard(1e-9, 60)),
+    "phantom": Case("phantom", Picard(1e-9, 60), normed=True),
     "shine": Case(SHINE()),
     "unrolled": Case(Unrolled(20)),
     "checkpoint": Case(Unrolled(20, checkpoint=True)),

@@ -10,7 +10,20 @@ from itertools import product
 import emulate
 import pytest
 import torch
-from correctness.states import METHODS, RULES, Case, State, StepsCase, check_run, check_step, make_state
+from correctness.states import (
+    METHODS,
+    RULES,
+    Case,
+    State,
+    StepsCase,
+    advance,
+    check_run,
+    check_step,
+    make_state,
+    start_state,
+    start_steps,
+    value_of_f,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from interpreter import INTERPRETED
@@ -214,6 +227,43 @@ def test_the_bits_depend_on_nothing_but_the_sample(method, last, implementation,
 @every_step
 def test_the_bits_of_a_sample_that_is_shared(method, last, shared_size, implementation, set_threads):
     bits_of(befallen(method, size=shared_size, history=2, last=last), implementation, set_threads)
+
+
+def assert_the_device_counts(method, size, max_iter, implementation, **options):
+    """A run whose steps know k equals, bit for bit, a run whose steps know only max_iter, in bodies of two."""
+    case = case_of(method, **{"batch": 3, "size": size, "history": 3, "k": max_iter, "tol": 0.1, **options})
+    step, ended, start = step_of(case, implementation), [], start_steps if method == STEPS else start_state
+    given, own = (start(case, implementation.device) for _ in range(2))
+    for state in (given, own):  # samples that end at different evaluations
+        state["z"].mul_(torch.tensor([[1e-3], [1.0], [30.0]], device=implementation.device, dtype=case.dtype))
+        state["fz"].copy_(value_of_f(state["z"]))
+    for k in range(max_iter + max_iter % 2):  # a body of two may make an evaluation in which no sample runs
+        now = replace(case, k=min(k, max_iter - 1), last=k >= max_iter - 1)
+        advance(now, step, given)
+        advance(replace(now, k=-max_iter, last=False) if k else now, step, own)
+        ended.append(given["active"].item())
+        if implementation.name == "triton" and k >= max_iter - 1:
+            # With k it is Picard's kernel that judges last, in another order of summation, and leaves the window.
+            for name in ("status", "iterations", "active"):
+                assert torch.equal(given[name], own[name]), (name, k)
+            torch.testing.assert_close(own["residual"], given["residual"])
+            return
+        for name in case.names:
+            assert given[name].nan_to_num(7).equal(own[name].nan_to_num(7)), (name, k)
+    assert {1, 2} & {*ended} and ended[-1] == 0
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("max_iter", [5, 8])
+@every_step_and_dtype
+def test_the_device_counts(method, dtype, max_iter, implementation):
+    assert_the_device_counts(method, 70, max_iter, implementation, **DTYPES[dtype])
+
+
+@pytest.mark.covering(1)
+@every_step
+def test_the_device_counts_for_a_sample_that_is_shared(method, shared_size, implementation):
+    assert_the_device_counts(method, shared_size, 5, implementation)
 
 
 @every_step

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from deqfast.torch_internals import autograd, dispatch, transforms
+from deqfast.torch_internals import autograd, transforms
 from deqfast.torch_internals.weights import next_node
 
 

@@ -118,20 +118,40 @@ def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any], devi
     return Counters(mode.operations, mode.host_waits, *memory(lambda: call(f), device))
 
 
-def launched(call: Callable[[], Any]) -> tuple[int, int] | None:
-    """Kernels and copies that a call launches on the GPU, with a graph as one, and how often the host waits.
+@dataclass(frozen=True)
+class Profile:
+    """What a GPU did in a call.
 
-    None if the profiler is not allowed to look.
+    launches: kernels and copies that the host launched, a graph as one. host_waits: how often the host waited.
+    kernels: name -> number and milliseconds of the kernels and copies that ran, those of graphs too.
     """
+
+    launches: int
+    host_waits: int
+    kernels: dict[str, tuple[int, float]]
+
+    @property
+    def device_ms(self) -> float:
+        return sum(ms for _, ms in self.kernels.values())
+
+
+def profiled(call: Callable[[], Any]) -> Profile | None:
+    """Profile of a call, without a first one, which may set things up. None if the profiler is not allowed to look."""
+    call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         call()
         torch.cuda.synchronize()
-    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CPU]
-    names = [name for name in names if name.startswith("cu")]
+    of_cpu = torch.autograd.DeviceType.CPU
+    kernels: dict[str, tuple[int, float]] = {}
+    names = [event.name for event in recorded.events() if event.device_type == of_cpu and event.name.startswith("cu")]
     launches = sum(any(word in name for word in ("Launch", "Memcpy", "Memset")) for name in names)
     waits = sum(name in ("cudaStreamSynchronize", "cudaEventSynchronize") for name in names)
-    return (launches, waits) if launches else None
+    for event in recorded.events():
+        if event.device_type != of_cpu:
+            number, ms = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = number + 1, ms + 1e-3 * event.time_range.elapsed_us()
+    return Profile(launches, waits, kernels) if launches else None
 
 
 def memory(call: Callable[[], Any], device: str) -> tuple[int, int]:

@@ -17,9 +17,10 @@ from .record import Row
 
 KERNELS = ("torch", "cpp", "triton", "cuda")
 GRAPHS = ("triton-graph", "cuda-graph")  # whole solves, captured in CUDA graphs
-ABSENT = {"cpu": ("triton", "cuda", *GRAPHS), "cuda": ("cpp",)}  # not run on that device
+# Not run on that device. "graph" and "packaged" are of section "rivals".
+ABSENT = {"cpu": ("triton", "cuda", *GRAPHS, "graph"), "cuda": ("cpp", "packaged", "silva-networks")}
 # Code of others: if its answer is wrong, this is a result about it, and no failure of deqfast.
-FOREIGN = ("torchdeq", "silva-networks", "pinv", "jaxopt", "optimistix")
+FOREIGN = ("torchdeq", "torchdeq-compiled", "silva-networks", "pinv", "jaxopt", "optimistix")
 
 
 class Skipped(Exception):

@@ -28,9 +28,9 @@ def relative_residual(f: Tensor, z: Tensor) -> float:
     return float(relative_residuals(f, z).max())
 
 
-def autocast(device: str, precision: str, cache: bool = True) -> Any:
-    """Context of "fp32", or of "bf16", which is autocast; cache: whether it keeps cast weights."""
-    return torch.autocast(device, torch.bfloat16, cache_enabled=cache) if precision == "bf16" else nullcontext()
+def autocast(device: str, precision: str) -> Any:
+    """Context of "fp32", or of "bf16", which is autocast."""
+    return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 class Contraction:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +34,8 @@ from .suite import columns_of
 from .timing import in_turns
 
 SECTION = "models"
-OURS, PEER = "get_deq", "torchdeq"
+OURS, PEER, GRAPH = "get_deq", "torchdeq", "get_deq-graph"  # the last: with captured solves, on a GPU
+MEDIAN = "median of those with a solve"
 SEED, ROUNDS, SECONDS = 0, 25, 6.0
 COMMITS = {
     "locuslab/torchdeq": "4f6bd5fa66dd991cad74fcc847c88061764cf8db",
@@ -94,6 +97,11 @@ class Model:
     dtype: torch.dtype = torch.float64
     whole: bool = False
 
+    @property
+    def solves(self) -> bool:
+        """Whether it solves at all, and does not only unroll."""
+        return "f_max_iter=0" not in self.solver
+
 
 def clone_of(repository: str, root: Path | None) -> Path:
     """Folder of a clone at its commit; raises ``Skipped`` with the commands that make it."""
@@ -114,8 +122,16 @@ def clone_of(repository: str, root: Path | None) -> Path:
 
 def in_place_of_torchdeq() -> dict[str, Any]:
     """What ``import torchdeq`` and imports of its submodules find: their counterparts in ``deqfast.compat``."""
-    names = [name for name in sys.modules if name.partition(".")[0] == "torchdeq"]
-    return {name: importlib.import_module(name.replace("torchdeq", "deqfast.compat", 1)) for name in names}
+    import torchdeq
+
+    names = [name for name in sys.modules if name.startswith("torchdeq.")]
+    stands = {name: importlib.import_module(name.replace("torchdeq", "deqfast.compat", 1)) for name in names}
+    # Not deqfast.compat itself, which looks for other names in torchdeq: it would find itself.
+    stands["torchdeq"] = ModuleType("torchdeq")
+    own = {name: getattr(compat, name) for name in compat.__all__}
+    own |= {name.partition(".")[2]: stands[name] for name in names if name.count(".") == 1}
+    vars(stands["torchdeq"]).update(vars(torchdeq) | own)
+    return stands
 
 
 def imported(folder: Path, file: str, provider: str) -> Module:
@@ -123,7 +139,7 @@ def imported(folder: Path, file: str, provider: str) -> Module:
     import torchdeq  # noqa: F401  # complete before a stand-in may take its name
 
     stands: dict[str, Any] = {name: MagicMock() for name in UNUSED}
-    stands |= in_place_of_torchdeq() if provider == OURS else {}
+    stands |= {} if provider == PEER else in_place_of_torchdeq()
     own = {path.stem for path in folder.iterdir()}
     for part in (part for part in folder.iterdir() if part.is_dir() and not (part / "__init__.py").is_file()):
         stands[part.name] = ModuleType(part.name)  # else a package of that name elsewhere would be found first
@@ -144,13 +160,14 @@ def imported(folder: Path, file: str, provider: str) -> Module:
 
 
 @contextmanager
-def on_the_cpu(dtype: torch.dtype) -> Iterator[None]:
-    """Some models choose CUDA by themselves, and create tensors of the default dtype."""
+def on_device(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """New tensors are of this dtype. Some models choose CUDA by themselves, even without a GPU."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.cuda, "is_available", lambda: False))
-        stack.enter_context(patch.object(torch.Tensor, "cuda", lambda tensor: tensor))
-        stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "0.0"))
+        if device == "cpu":
+            stack.enter_context(patch.object(torch.cuda, "is_available", lambda: False))
+            stack.enter_context(patch.object(torch.Tensor, "cuda", lambda tensor: tensor))
+            stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "0.0"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.callback(torch.set_default_dtype, before)
@@ -165,16 +182,18 @@ def options_of(flags: str) -> argparse.Namespace:
     return parser.parse_args(flags.split())
 
 
-def built(model: Model, folder: Path, provider: str) -> Built:
-    """The model with a provider's layer; raises ``Skipped`` if a package is missing."""
-    try:
-        file = imported(folder, model.file, provider)
-    except ModuleNotFoundError as missing:
-        if missing.name not in NEEDED:
-            raise
-        raise Skipped(f"{missing.name} is not installed: pip install -e '.[models]'") from None
-    torch.manual_seed(SEED)
-    return model.build(file, options_of(model.flags))
+def built(model: Model, folder: Path, provider: str, device: str = "cpu") -> Built:
+    """The model with a provider's layer and its data, on a device; raises ``Skipped`` if a package is missing."""
+    captured = patch.object(compat, "get_deq", partial(compat.get_deq, cuda_graph=True))
+    with captured if provider == GRAPH else nullcontext(), torch.device(device):  # which would cost time in each call
+        try:
+            file = imported(folder, model.file, provider)
+        except ModuleNotFoundError as missing:
+            if missing.name not in NEEDED:
+                raise
+            raise Skipped(f"{missing.name} is not installed: pip install -e '.[models]'") from None
+        torch.manual_seed(SEED)
+        return model.build(file, options_of(model.flags))
 
 
 def watched_step(one: Built) -> Row:
@@ -217,28 +236,55 @@ def flat(state: Any) -> Tensor:
     return torch.cat([part.flatten() for part in ([state] if isinstance(state, Tensor) else state)])
 
 
-def measure(model: Model, root: Path | None, rounds: int = ROUNDS, seconds: float = SECONDS) -> list[Row]:
+def measure(
+    model: Model, root: Path | None, device: str = "cpu", rounds: int = ROUNDS, seconds: float = SECONDS
+) -> list[Row]:
     """Row of each provider: median times of its training step and its prediction, and how far ours is from torchdeq.
 
-    loss_error, gradient_error: relative differences of the first training step, in the row of ours. forward_ms: the
-    median of a prediction.
+    loss_error, gradient_error: relative differences of the first training step, in the rows of ours. forward_ms: the
+    median of a prediction. gains: torchdeq's time of a training step / this one's. A captured solve that is refused or
+    fails has a row without times.
     """
     folder = clone_of(model.repository, root) / model.folder
-    with on_the_cpu(model.dtype):
-        pair = {provider: built(model, folder, provider) for provider in (PEER, OURS)}
-        steps = {provider: watched_step(one) for provider, one in pair.items()}
-        trained = in_turns({provider: one.train for provider, one in pair.items()}, rounds=rounds, seconds=seconds)
-        for one in pair.values():
-            one.model.eval()
-        predicted = in_turns({provider: one.predict for provider, one in pair.items()}, rounds=rounds, seconds=seconds)
     told: Row = {"section": SECTION, "case": model.name, "solver": model.solver, "whole": model.whole}
     told |= {"source": f"{model.repository}@{COMMITS[model.repository]}", "dtype": str(model.dtype)}
-    told["kernel"] = choose_kernel("auto", torch.device("cpu")).name
-    rows = []
+    told |= {"kernel": choose_kernel("auto", torch.device(device)).name, "device": device, "solves": model.solves}
+    turns: dict[str, Any] = {"device": device, "rounds": rounds, "seconds": seconds}
+    rows: list[Row] = []
+    with on_device(device, model.dtype):
+        ones = {provider: built(model, folder, provider, device) for provider in (PEER, OURS)}
+        steps = {provider: watched_step(one) for provider, one in ones.items()}
+        if device == "cuda" and model.solves:
+            try:
+                ones[GRAPH] = built(model, folder, GRAPH, device)
+                steps[GRAPH] = watched_step(ones[GRAPH])
+                del steps[GRAPH]["evaluations"]  # a replay calls nothing
+            except Exception as error:  # it must not cost the others their rows
+                del ones[GRAPH]
+                kind = "skipped" if "cuda_graph" in str(error) else "fault"  # the former: refused with a reason
+                rows.append(told | {"provider": GRAPH, kind: f"{type(error).__name__}: {error}"})
+        trained = in_turns({provider: one.train for provider, one in ones.items()}, **turns)
+        for one in ones.values():
+            one.model.eval()
+        predicted = in_turns({provider: one.predict for provider, one in ones.items()}, **turns)
     for provider, step in steps.items():
         row = told | {"provider": provider} | columns_of(trained[provider])
         row["forward_ms"] = columns_of(predicted[provider])["ms"]
-        rows.append(row | {name: step[name] for name in ("evaluations", "residual")})
-    for name in ("loss", "gradient"):
-        rows[-1][f"{name}_error"] = relative_error(steps[OURS][name], steps[PEER][name])
+        row |= {name: step[name] for name in ("evaluations", "residual") if name in step}
+        if provider != PEER:
+            row["gains"] = {PEER: columns_of(trained[PEER])["ms"] / row["ms"]}
+            row |= {f"{name}_error": relative_error(step[name], steps[PEER][name]) for name in ("loss", "gradient")}
+        rows.append(row)
     return rows
+
+
+def median_row(rows: list[Row]) -> Row | None:
+    """Row of the median gain over torchdeq, of the faster of our layers in each model with a solve."""
+    best: dict[str, float] = {}
+    for row in rows:
+        if row.get("solves") and "gains" in row:
+            best[row["case"]] = max(best.get(row["case"], 0.0), row["gains"][PEER])
+    if not best:
+        return None
+    gains = {PEER: statistics.median(best.values())}
+    return {"section": SECTION, "case": MEDIAN, "provider": OURS, "device": "cuda", "models": len(best), "gains": gains}

@@ -21,6 +21,7 @@ from .record import Row
 
 TORCH = Kernel("torch")
 STILL = 2.0**-20  # damping of a step that leaves z unchanged, so that every call does the same work
+SHRINKING = 2.0**-14  # of Picard's step: f is closer after every call, so that each keeps its iterate
 LABELS = {"and2": "anderson-m", "good": "broyden-n"}
 
 
@@ -67,7 +68,7 @@ def step_case(
 ) -> Case:
     """Step of Picard (method None) or of a multisecant method whose window of `history` pairs is full.
 
-    No sample finds its best iterate in it, because that would be copied.
+    Every call of Picard's step copies its iterate, the best so far. No other step finds a best iterate.
     """
     step = full_window(method, batch, dim, history, history_dtype=history_dtype, dtype=dtype)
     kind, op, passes = "picard", "picard_step", float(traffic.PICARD_PASSES)
@@ -89,7 +90,7 @@ def broyden_step_case(batch: int, dim: int, evaluations: int = 20) -> Case:
 
 
 def step_contender(op: str, step: states.Case, passes: float, provider: str, device: str) -> Contender:
-    """Contender that checks `step`, and times a step that leaves z unchanged."""
+    """Contender that checks `step`, and times a step that hardly changes z."""
     kernel = kernel_of(provider, device)
     if op == "broyden_step" and not kernel.has_broyden_step:
         raise Skipped(f"{provider} has no broyden_step: its solves keep pairs")
@@ -98,13 +99,13 @@ def step_contender(op: str, step: states.Case, passes: float, provider: str, dev
     for step_of, of in ((function, after), (step.reference, plain), (step.reference, exact)):
         step.call(step_of, of)
     facts = check_results(*([of["z"]] for of in (after, plain, exact)))
-    still = step
+    still, keeps = step, op == "picard_step"
     if op == "broyden_step":  # c_{k-1} grows as 1 / |s_{k-1}|: if the newest step is short, the next is as short
         state["steps"][:, step.k - 1] = STILL * (state["fz"] - state["z"])
     else:
-        still = replace(step, damping=STILL, alpha=STILL)
+        still = replace(step, damping=SHRINKING if keeps else STILL, alpha=STILL)
     for record in ("residual", "progress"):
-        state[record].zero_()  # no iterate is better, so none is copied to `best`
+        state[record].fill_(math.inf if keeps else 0)  # with 0, no iterate is better, so none is copied to `best`
 
     call = partial(still.call, function, state)
 
@@ -113,8 +114,8 @@ def step_contender(op: str, step: states.Case, passes: float, provider: str, dev
             raise Wrong("samples ended while the step was timed, which is therefore not a full step")
         before = state["z"].clone()
         call()
-        if torch.equal(state["best"], before):
-            raise Wrong("the best iterate was copied, which the step's bytes do not include")
+        if torch.equal(state["best"], before) != keeps:
+            raise Wrong("the step's bytes differ from those of its row: they include the copy of a best iterate or not")
 
     def another() -> Callable[[], Any]:
         return partial(still.call, function, states.clone(state))

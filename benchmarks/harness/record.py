@@ -6,14 +6,16 @@
 ===================  ==================================================================================================
 ms, ms_min           of the whole call: median and least of `rounds` rounds; ms_quartiles: [first, third]
 copy_gb_per_s        the copy rate, from rounds interleaved with these
-f_ms                 the part of f: as many calls of f as the solve made
-solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration; share_of_f: all of it / f_ms
+f_ms                 the part of f: as many calls of f as the solve made; on a GPU without the host, as a graph
+solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration, on a CPU
+share_of_f           (ms_min - f_ms) / f_ms
 bytes                what the algorithm must move per call (without f)
 floor_ms, floor_x    the time of these bytes at the copy rate of the same run, and the measured time over it
 residual             largest relative residual of the batch, in float64
 error                relative error against float64
 peak_bytes           torch's peak memory during the call, minus the memory allocated before
-launches             kernels and copies that a GPU launched outside f, per iteration; on the CPU torch operations
+launches             launches of the host per iteration, a graph's as one; on the CPU torch operations outside f
+device_ms, busy      time of the kernels and copies of a call on a GPU, by the profiler; its share of ms_min
 host_waits           how often per call the host waits for a value of the device
 gains                the time of every peer / this one: solver_ms if it exists, else ms_min
 gain                 of section "residual": ms of `peer` / this one's; `reached`: whether `residual` is within `tol`

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import deqfast
+from deqfast.engine.plan import Plan, run
 from deqfast.engine.runners.one_launch import has_kernel
+from deqfast.engine.solve import Options, Solves
 
 from . import traffic
-from .counters import count, launched, memory
+from .counters import count, memory, profiled
 from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, crossed, kernel_of, short
 from .maps import NEVER, FullyConnected, MapCell, autocast, make_map
 from .peers import Solve, torchdeq_solve
@@ -35,17 +37,17 @@ def solver_name(solver: Any) -> str:
     return f"{kind}{solver.history_size or solver.max_iter}{history}"
 
 
-def asked(call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
-    """Columns of the counters of `call(f)`; launches are per evaluation, without those of `f_alone`."""
-    if not f.c.is_cuda:
+def asked(call: Any, f: Any, evaluations: int, device: str) -> Row:
+    """Columns of the counters of `call(f)`; launches are per evaluation, on a CPU without those of f."""
+    if device == "cpu":
         counters = count(call, f, "cpu")
         launches, waits, peak = counters.operations, counters.host_waits, counters.peak_bytes
     else:
         peak = memory(lambda: call(f), "cuda")[1]
-        if (whole := launched(lambda: call(f))) is None:
+        if (seen := profiled(lambda: call(f))) is None:
             return {"peak_bytes": peak}
-        own = launched(f_alone) if f_alone else None
-        launches, waits = whole[0] - (own[0] if own else 0), whole[1]
+        told = {"device_ms": seen.device_ms, "host_waits": seen.host_waits, "peak_bytes": peak}
+        return told | {"launches": seen.launches / evaluations}
     return {"launches": launches / evaluations, "host_waits": waits, "peak_bytes": peak}
 
 
@@ -54,7 +56,7 @@ def solve_by(provider: str, solver: Any, device: str) -> Solve:
     if provider == PEER:
         solve = torchdeq_solve(solver)
     elif provider in GRAPHS:
-        solve = graph_solve(solver, kernel_of(provider.removesuffix("-graph"), device).name)
+        return Replays(solver, kernel_of(provider.removesuffix("-graph"), device).name)
     else:
         kernel = kernel_of(provider, device).name
 
@@ -64,35 +66,38 @@ def solve_by(provider: str, solver: Any, device: str) -> Solve:
     return torch.no_grad()(solve)
 
 
-def graph_solve(solver: Any, kernel: str) -> Solve:
-    """Solve by replays of captured CUDA graphs of a map of ``maps``, whose calls the Solution counts.
+class Replays:
+    """(f, z0) -> z by replays of a captured solve of a map of ``maps``: what ``deqfast.solve`` does eagerly.
 
-    The block of an f is made once: capturing is not part of a solve.
+    The block of an f is made once: capturing is not part of a solve. last: the Solution of the last call.
     """
-    blocks: dict[Any, deqfast.DEQBlock] = {}
 
-    def solve(f: Any, z0: Tensor) -> Tensor:
-        block = blocks.setdefault(f, deqfast.DEQBlock(MapCell(f), solver, kernel=kernel, cuda_graph=True))
-        calls = f.calls
-        value, solution = block(f.c, z0=z0, return_solution=True)
-        f.calls = calls + solution.evaluations
-        return value
+    def __init__(self, solver: Any, kernel: str) -> None:
+        self.options, self.solves = Options(solver=solver, kernel=kernel), Solves()
+        self.blocks: dict[Any, Any] = {}
+        self.last: Any = None
 
-    return solve
+    def __call__(self, f: Any, z0: Tensor) -> Tensor:
+        if f not in self.blocks:
+            self.blocks[f] = deqfast.DEQBlock(MapCell(f), self.options.solver, cuda_graph=True)
+        block: Any = self.blocks[f]
+        given: Any = {"options": self.options, "solves": self.solves, "graphs": block.graphs, "on_backward": None}
+        self.last = run(Plan(cell=block.cell, x=f.c, z0=z0, **given))
+        return self.last.value
 
 
 def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", **given: Any) -> Case:
-    """All iterations of `solver` on a map (see ``make_map``); the time is given without f's.
+    """All iterations of `solver` on a map (see ``make_map``); on a CPU the time is also given without f's.
 
-    A residual cell belongs to section "cells"; torchdeq solves for the same cell in plain torch. given: the other
-    arguments of ``Case``.
+    Solves in graphs and eager ones are bare: without a block, its notices and its gradient. A residual cell belongs to
+    section "cells"; torchdeq solves for the same cell in plain torch. given: the other arguments of ``Case``.
     """
     precision = "bf16" if kind == "residual" else "fp32"
     allowed = BF16_APPROACHED if precision == "bf16" else APPROACHED[type(solver)]
 
     def contender(provider: str, device: str) -> Contender:
         graph, kernel = provider in GRAPHS, provider.removesuffix("-graph")
-        solve_map = solve_by(provider, solver, device)
+        solve_map: Any = solve_by(provider, solver, device)
         f: Any = make_map(kind, shape, device, "torch" if provider == PEER else kernel)
         z0 = torch.zeros_like(f.c)
 
@@ -101,14 +106,14 @@ def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", *
                 return solve_map(g, z0)
 
         value = solve()
-        evaluations, residual = f.calls, f.residual(value)
+        evaluations = solve_map.last.evaluations if graph else f.calls  # a replay does not call f
+        residual = f.residual(value)
         check("relative residual", residual, allowed)
 
         @torch.no_grad()
         def f_alone(calls: int = evaluations) -> None:
             z = z0
-            # A captured solve casts the weights at every evaluation.
-            with autocast(device, precision, cache=not graph):
+            with autocast(device, precision):
                 for _ in range(calls):
                     z = f(z)
 
@@ -116,10 +121,9 @@ def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", *
             "evaluations": evaluations,
             "residual": residual,
             "bytes": round(traffic.solve_passes(solver, evaluations, kernel) * z0.nbytes),
-            # In a replayed graph f cannot be counted separately.
-            **asked(solve, f, evaluations, None if graph else f_alone),
+            **asked(solve, f, evaluations, device),
         }
-        return Contender(solve, facts, Graph([partial(f_alone, 1)], evaluations) if graph else f_alone)
+        return Contender(solve, facts, Graph([f_alone]) if device == "cuda" else f_alone)
 
     section, form = {
         "elementwise": ("solves", "{}-{}"),
@@ -152,6 +156,6 @@ def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> 
         check("relative residual", residual, FC_APPROACHED)
         evaluations = f.calls if provider == PEER else FC_ITERATIONS
         facts = {"evaluations": evaluations, "residual": residual}  # f too: it is inside fc_fixed_point
-        return Contender(solve, facts | asked(lambda g: solve(), f, evaluations))
+        return Contender(solve, facts | asked(lambda g: solve(), f, evaluations, device))
 
     return Case("fc", f"fc-solve-{batch}x{dim}-{dtype}", (*KERNELS, PEER), (PEER,), contender)

@@ -72,6 +72,12 @@ class Stepper:
             network(data.normalise(data.train_images.repeat(repeats, 1, 1, 1)[:EVALUATION_BATCH]))
 
 
+def steppers_of(settings: Settings) -> dict[str, Stepper]:
+    """The study's two networks, on drawn images."""
+    data = load(Source("shapes", ""), settings, torch.device(settings.device))
+    return {model: Stepper(Trainer(replace(settings, model=model), data)) for model in MODELS}
+
+
 def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
     """A row for each network of one size: the times of its steps, and numbers derived from them.
 
@@ -79,9 +85,7 @@ def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
     over_flop: the first over the second. nc_ms, nc_share: NC1-NC4 of an epoch's features, also as a share of an
     explicit epoch. paper_hours: all trainings of the paper's tables at these rates.
     """
-    device, batch = settings.device, settings.batch_size
-    data = load(Source("shapes", ""), settings, torch.device(device))
-    steppers = {model: Stepper(Trainer(replace(settings, model=model), data)) for model in MODELS}
+    device, batch, steppers = settings.device, settings.batch_size, steppers_of(settings)
     calls = {model: stepper.step for model, stepper in steppers.items()}
     spent = in_turns(calls, device, rounds=steps, seconds=seconds)
     told: Row = {"section": "training step", "case": f"width {settings.width}, batch {batch}, {settings.adjoint}"}
@@ -118,6 +122,6 @@ def paper_hours(batch: int, step_ms: float, images_per_second: float) -> float:
 
 
 def settings_of(width: int, batch: int, device: str, **given: Any) -> Settings:
-    """Settings of the study on drawn images, which need no data."""
-    sizes = {"width": width, "batch_size": batch, "n_majority": batch, "test_images": 10}
-    return settings_from("cifar_balanced", preset="quick", dataset="shapes", device=device, **sizes, **given)
+    """Settings of the study on drawn images, which need no data; the gradient is JFB, unless given."""
+    sizes = {"width": width, "batch_size": batch, "n_majority": batch, "test_images": 10, "adjoint": "jfb"}
+    return settings_from("cifar_balanced", preset="quick", dataset="shapes", device=device, **sizes | given)

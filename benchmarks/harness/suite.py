@@ -53,7 +53,7 @@ def measure(
             failed[provider] = error
         else:
             own = {part: seconds for (name, part), seconds in times.items() if name == provider}
-            add_times(rows[provider], own, copy.rate(min(times[COPY])))
+            add_times(rows[provider], own, copy.rate(min(times[COPY])), device)
     compare(case, list(rows.values()))
     for provider in set(failed) & set(FOREIGN):  # others' code: the row has the fault
         wrong = failed.pop(provider)
@@ -73,17 +73,23 @@ def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
     return parts
 
 
-def add_times(row: Row, times: dict[str, list[float]], copy_rate: float) -> None:
-    """Add the columns of times; least times are compared with the least time of the copy in the same rounds."""
+def add_times(row: Row, times: dict[str, list[float]], copy_rate: float, device: str) -> None:
+    """Add the columns of times; least times are compared with the least time of the copy in the same rounds.
+
+    On a GPU f is timed without the host, and its time is not subtracted: the host's own time may hide it.
+    """
     row |= columns_of(times["whole"])
     row["copy_gb_per_s"] = copy_rate / 1e9
     own = row["ms_min"]
+    if "device_ms" in row:
+        row["busy"] = row["device_ms"] / own
     if "f" in times:
         row["f_ms"] = 1e3 * min(times["f"])
         own -= row["f_ms"]
-        row["solver_ms"] = own / row.get("evaluations", 1)
-    if "f_ms" in row and "evaluations" in row:
         row["share_of_f"] = own / row["f_ms"]
+        if device == "cuda":
+            return
+        row["solver_ms"] = own / row.get("evaluations", 1)
     if "bytes" in row:
         row["floor_ms"] = 1e-6 * row["bytes"] / row["copy_gb_per_s"]
         row["floor_x"] = own / row["floor_ms"]

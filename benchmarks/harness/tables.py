@@ -60,7 +60,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(("share_of_f", "floor_x", "times_explicit", "flop_ratio", "over_flop"), times),
     **dict.fromkeys(("residual", "error"), scientific),
     "peak_bytes": megabytes,
-    **dict.fromkeys(("nc_share", "accuracy", "accuracy_of_few"), percent),
+    **dict.fromkeys(("busy", "nc_share", "accuracy", "accuracy_of_few"), percent),
     "paper_hours": hours,
 }
 
@@ -137,6 +137,7 @@ COLUMNS = {  # heading -> column of a measured row
     "error": "error",
     "cosine": "cosine",
     "memory": "peak_bytes",
+    "device busy": "busy",
     "launches": "launches",
     "waits": "host_waits",
 }

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
-
-from deqfast.engine.runners import cuda_graph
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3
@@ -29,19 +28,18 @@ Call = Callable[[], Any]
 
 
 class Graph:
-    """Sequence of `calls` on a GPU without the host; the time is that for `per` of them."""
+    """Sequence of calls on a GPU without the host, at least `least` of them in a graph; the time is of one call."""
 
-    def __init__(self, calls: Sequence[Call], per: float = 1) -> None:
-        calls = [*calls] * -(-CALLS_PER_GRAPH // len(calls))
+    def __init__(self, calls: Sequence[Call], least: int = CALLS_PER_GRAPH) -> None:
+        calls = [*calls] * -(-least // len(calls))
 
         def work() -> None:
             for call in calls:
                 call()
 
-        cuda_graph.aside(work)
-        self.replay = cuda_graph.capture([work])[0].replay
+        self.replay = captured(work).replay
         self.calls = calls  # kept, because a graph does not keep the tensors that it works on
-        self.share = per / len(calls)
+        self.share = 1 / len(calls)
 
     def __call__(self) -> None:
         self.replay()
@@ -54,6 +52,24 @@ class Graph:
         end.record()
         end.synchronize()
         return 1e-3 * start.elapsed_time(end) * self.share / repeats
+
+
+def captured(work: Callable[[], Any], **options: Any) -> Any:
+    """Graph of `work`, which runs once before; options: those of ``CUDAGraph``."""
+    graph, stream = torch.cuda.CUDAGraph(**options), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # it reports only that the capture has failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 def buffers(nbytes: int) -> int:

@@ -14,7 +14,8 @@ import deqfast
 from deqfast.ops import Kernel
 
 JUDGED_PASSES = 2  # of an evaluation without a step: reads z and f
-PICARD_PASSES = 3  # reads z and f, writes z
+KEPT_PASSES = 1  # of an evaluation whose iterate is the best so far: writes it to `best`
+PICARD_PASSES = 3 + KEPT_PASSES  # reads z and f, writes z; on a contraction each iterate is the best so far
 
 
 def width(history_dtype: torch.dtype | None) -> float:
@@ -28,7 +29,7 @@ def window(solver: Any, kernel: str = "torch") -> int:
 
 
 def multisecant_passes(pairs: int, width: float) -> float:
-    """Passes of one step with a window of `pairs`.
+    """Passes of one step with a window of `pairs`, whose iterate need not be the best so far.
 
     Both sweeps read f and z. One also reads f at the last iterate, the other writes z. Each reads one half of the
     history and writes a row of it.
@@ -48,7 +49,7 @@ def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
     """
     steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):
-        return PICARD_PASSES * len(steps) + JUDGED_PASSES
+        return PICARD_PASSES * len(steps) + JUDGED_PASSES + KEPT_PASSES
     if isinstance(solver, deqfast.Broyden) and solver.keeps_only_steps(torch.float32, Kernel(kernel)):
         return sum(map(steps_passes, steps)) + JUDGED_PASSES
     wide = width(None if kernel == "torchdeq" else solver.history_dtype)

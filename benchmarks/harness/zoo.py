@@ -161,7 +161,7 @@ def graph(file: Module, args: Args, name: str, **config: float) -> Built:
 def recall(file: Module, args: Args) -> Built:
     """SeqDEQ on 16 sequences of 34 tokens."""
     model = file.SeqDEQ("softmax", "deq")
-    tokens, asked, targets = file.gen_mqar(16, 24, torch.Generator().manual_seed(0))
+    tokens, asked, targets = file.gen_mqar(16, 24, torch.Generator(torch.get_default_device()).manual_seed(0))
     loss = lambda out: functional.cross_entropy(out[asked], targets[asked])  # noqa: E731
     return Built(model, lambda: model.run(tokens), loss)
 

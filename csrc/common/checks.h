@@ -46,9 +46,10 @@ constexpr ScalarType scalar_type() {
 constexpr int kAddressBits = 47;
 constexpr int64_t kMaxElements = int64_t(1) << kAddressBits;
 
-// Check `k`, the evaluations before a step.
+// Check `k`, the evaluations before a step, or -max_iter.
 inline void check_evaluations(const char* op, int64_t k) {
-  STD_TORCH_CHECK(k >= 0 && k < kMaxIterations, op, ": `k` must be 0 to ", kMaxIterations - 1, ", got ", k);
+  STD_TORCH_CHECK(k >= -kMaxIterations && k < kMaxIterations, op, ": `k` must be ", -kMaxIterations, " to ",
+                  kMaxIterations - 1, ", got ", k);
 }
 
 // Checks run against the first tensor of an op, whose device all others share.

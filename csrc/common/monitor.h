@@ -40,7 +40,7 @@ struct RuleNumbers {
 // The stop rule as a kernel applies it to one evaluation.
 template <class T>
 struct StopRule {
-  int64_t k;      // evaluations of f before this one
+  int64_t k;      // evaluations of f before this one; negative: see `rule_at`
   T tol;
   bool absolute;
   T stall_floor;
@@ -67,6 +67,18 @@ StopRule<T> rule_of(int64_t k, bool last, const RuleNumbers& numbers) {
   rule.reduction = static_cast<T>(reduction < kReduction ? reduction : kReduction);
   rule.atol = static_cast<T>(rule.absolute ? numbers.tol : numbers.offset * numbers.tol);
   rule.rounding = static_cast<T>(low > epsilon ? low : epsilon);
+  return rule;
+}
+
+// The rule for a sample that has used this number of evaluations. A negative k is -max_iter: in a loop on the device the
+// host knows neither the number nor whether another evaluation follows. Any number is safe: a negative one counts as 0.
+template <class T>
+DEQFAST_HD StopRule<T> rule_at(StopRule<T> rule, int32_t evaluations) {
+  if (rule.k < 0) {
+    const int64_t own = evaluations > 0 ? evaluations : 0;
+    rule.last = own + 1 >= -rule.k;
+    rule.k = own;
+  }
   return rule;
 }
 

@@ -2,16 +2,30 @@
 // deqfast/ops/steps/__init__.py explains the arguments.
 //
 // Every op is a template on `Device`, which stands for the kernels of a file. `Device::run(params, z)` does the step on
-// the device of the tensor z. `Device::BFloat16` is the type of the device's bfloat16, and `Device::max_history` the
-// most pairs that a window may have.
+// the device of the tensor z. `Device::kOnHost` says whether that is the host. `Device::BFloat16` is the type of the
+// device's bfloat16, and `Device::max_history` the most pairs that a window may have.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
 
 #include "checks.h"
 #include "flat.h"
 
 namespace deqfast {
+
+// Check the number of a step, and on the host find it if it is negative. All running samples have used the same number of
+// evaluations, the largest one. A GPU finds it in its kernels.
+template <class Device, class Params>
+void number(Params& p) {
+  check_evaluations(Params::op, p.rule.k);
+  if (Device::kOnHost && p.rule.k < 0) {
+    const auto *begin = p.monitor.iterations, *end = begin + p.monitor.batch;
+    p.rule = rule_at(p.rule, begin == end ? 0 : *std::max_element(begin, end));
+  }
+  p.check();
+}
 
 template <class T>
 struct PicardParams {
@@ -23,7 +37,8 @@ struct PicardParams {
   StopRule<T> rule;
   T damping;
 
-  void check() const { check_evaluations("picard_step", rule.k); }
+  static constexpr const char* op = "picard_step";
+  void check() const {}
 };
 
 template <class Device>
@@ -42,7 +57,7 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
     p.rule = rule_of<T>(k, last, rule);
     p.damping = static_cast<T>(damping);
-    p.check();
+    number<Device>(p);
     Device::run(p, z);
   });
 }
@@ -57,14 +72,20 @@ struct MultisecantParams {
   H* df;            // (B, M, D)
   T* gram;          // (B, M + 2, M)
   int64_t dim;
-  Window window;
+  int history;
   Monitor<T> monitor;
   StopRule<T> rule;
   int64_t method;
   T alpha, beta, ridge;
 
-  // Pairs of this step; none in the last one, in which only the residual counts.
-  DEQFAST_HD int pairs() const { return rule.last ? 0 : window.size(); }
+  static constexpr const char* op = "multisecant_step";
+  void check() const {}
+  // The window of a sample that has used this number of evaluations; no pairs in the last step, in which only the
+  // residual counts.
+  DEQFAST_HD Window window(int32_t evaluations) const {
+    const StopRule<T> own = rule_at(rule, evaluations);
+    return {own.k, history, own.last ? 0 : history};
+  }
 };
 
 template <class Device>
@@ -73,10 +94,8 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
                       RuleNumbers rule, int64_t method, double alpha, double beta, double ridge) {
   const Checker check{"multisecant_step", z};
   check.check_rows();
-  check_evaluations(check.op, k);
   const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
   const int64_t batch = z.size(0), dim = z.size(1), pairs = history;
-  const Window window{k, history, history};
   dispatch_history<typename Device::BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
@@ -89,13 +108,14 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
     p.df = check.out<H>("df", df, {batch, pairs, dim});
     p.gram = check.out<T>("gram", gram, {batch, pairs + 2, pairs});
     p.dim = dim;
-    p.window = window;
+    p.history = static_cast<int>(pairs);
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
     p.rule = rule_of<T>(k, last, rule);
     p.method = method;
     p.alpha = static_cast<T>(alpha);
     p.beta = static_cast<T>(beta);
     p.ridge = static_cast<T>(ridge);
+    number<Device>(p);
     Device::run(p, z);
   });
 }
@@ -112,9 +132,10 @@ struct BroydenParams {
   Monitor<T> monitor;
   StopRule<T> rule;
 
+  static constexpr const char* op = "broyden_step";
   void check() const {
-    STD_TORCH_CHECK(rule.k >= 0 && rule.k <= rows && (rule.last || rule.k < rows), "broyden_step: `k` must be at least 0 ",
-                    "and below the ", rows, " steps there is room for (at most that if `last`), got ", rule.k);
+    STD_TORCH_CHECK(rule.k < rows || (rule.k == rows && rule.last), "broyden_step: `k` must be below the ", rows,
+                    " steps there is room for (at most that if `last`), got ", rule.k);
   }
 };
 
@@ -140,7 +161,7 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
     p.rows = rows;
     p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
     p.rule = rule_of<T>(k, last, rule);
-    p.check();
+    number<Device>(p);
     Device::run(p, z);
   });
 }

@@ -15,13 +15,14 @@ DEQFAST_HD inline bool left_is_y(int64_t method) { return method == kBroydenBad 
 // Pair i is made by step i and is in slot i % history. At iteration k its slot `next` receives step k. The window is
 // the newest `most` pairs.
 struct Window {
-  int64_t k;
-  int history;
-  int most;
+  int history, pairs, at;  // slots, the size, and the slot of step k
 
-  DEQFAST_HD int size() const { return k < most ? static_cast<int>(k) : most; }
-  DEQFAST_HD int next() const { return static_cast<int>(k % history); }
-  DEQFAST_HD int newest() const { return static_cast<int>((k - 1) % history); }
+  Window() = default;
+  DEQFAST_HD Window(int64_t k, int history, int most)
+      : history(history), pairs(k < most ? static_cast<int>(k) : most), at(static_cast<int>(k % history)) {}
+  DEQFAST_HD int size() const { return pairs; }
+  DEQFAST_HD int next() const { return at; }
+  DEQFAST_HD int newest() const { return at == 0 ? history - 1 : at - 1; }
   DEQFAST_HD int slot(int age) const {  // age < size()
     const int back = newest() - age;
     return back < 0 ? back + history : back;

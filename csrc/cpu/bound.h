@@ -16,6 +16,7 @@ struct BoundStep {
 // A device for the ops: it keeps their checked parameters for a bound step of `Kernels`, and runs nothing.
 template <class Kernels>
 struct Binding {
+  static constexpr bool kOnHost = Kernels::kOnHost;
   static inline thread_local std::unique_ptr<BoundStep> made;
 
   template <class Params>
@@ -23,10 +24,11 @@ struct Binding {
     Params params;
     Step(const Params& params) : params(params) {}
     int32_t run(const void* fz, int64_t k, bool last) override {
+      STD_TORCH_CHECK(k >= 0, "a bound step: `k` must be at least 0, got ", k);
       params.fz = static_cast<decltype(params.fz)>(fz);
       params.rule.k = k;
       params.rule.last = last;
-      params.check();
+      number<Kernels>(params);
       Kernels::run(params, Tensor());
       return *params.monitor.active;
     }

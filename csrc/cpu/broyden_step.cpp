@@ -116,7 +116,7 @@ struct BroydenStep : SampleStep {
   }
 };
 
-struct Kernels {
+struct Kernels : OnHost {
   template <class T>
   static void run(const BroydenParams<T>& params, const Tensor&) {
     share_out(BroydenStep{params});

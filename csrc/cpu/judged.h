@@ -6,6 +6,11 @@
 
 namespace deqfast {
 
+// What the kernels of all steps here are.
+struct OnHost {
+  static constexpr bool kOnHost = true;
+};
+
 // The first slots of a solver step's first sweep: |f(z) - z|^2 and |f(z)|^2.
 constexpr int kResSq = 0, kFSq = 1, kJudgedSlots = 2;
 

@@ -61,10 +61,11 @@ struct MultisecantStep : SampleStep {
   };
 
   const MultisecantParams<T, H>& a;
+  const Window window;
   const int n, lg, ly, ls;  // pairs; where the sums L^T g, L^T y and L^T s begin
 
   explicit MultisecantStep(const MultisecantParams<T, H>& a)
-      : SampleStep(a.monitor.batch, a.dim), a(a), n(a.window.size()), lg(kSlots), ly(lg + n), ls(ly + n) {}
+      : SampleStep(a.monitor.batch, a.dim), a(a), window(a.window(0)), n(window.size()), lg(kSlots), ly(lg + n), ls(ly + n) {}
   int rows() const { return n + 1; }
   int slots(int part) const {
     if (part == kSweep1) return a.method == kAndersonI ? ls + n : ls;
@@ -72,14 +73,14 @@ struct MultisecantStep : SampleStep {
   }
   bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
   bool needs_dots() const { return n > 0 && !left_is_y(a.method); }  // of the new step with DF
-  int64_t history(int64_t row) const { return static_cast<int64_t>(a.window.history) * dim * row; }
+  int64_t history(int64_t row) const { return static_cast<int64_t>(a.history) * dim * row; }
 
   // Form g, complete the newest pair, and take every dot with the left history. One loop for all methods, so that the
   // dots are compiled once.
   DEQFAST_INLINE void sweep1(int64_t row, Chunk chunk, Sums sums) const {
     H *left = a.left + history(row), *df = a.df + history(row);
-    const bool pairs = a.pairs() > 0;
-    const int64_t newest = pairs ? a.window.newest() * dim : 0;
+    const bool pairs = n > 0;
+    const int64_t newest = pairs ? window.newest() * dim : 0;
     alignas(64) T g[kTile], s[kTile], y[kTile];
     for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
       const int64_t at = row * dim + tile, count = std::min<int64_t>(kTile, end - tile);
@@ -101,15 +102,15 @@ struct MultisecantStep : SampleStep {
   // Judge; enter the newest pair in the window matrix and solve for gamma.
   void solve(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
-    if (!sample.verdict.advance || a.pairs() == 0) return;
-    const int m = a.window.history;
+    if (!sample.verdict.advance || n == 0) return;
+    const int m = a.history;
     const Gram<T> gram{a.gram + row * (m + 2) * m, m};
     for (int slot = kSlots; slot < slots(kSweep1); ++slot) sample.dots[slot - kSlots] = sums.total(slot);
     const double *lg = sample.dots.data(), *ly = lg + n, *ls = ly + n;
-    enter_pair(gram, &gram.at(a.window.newest(), 0), ly, ls, static_cast<T>(sums.total(kSSq)),
-               static_cast<T>(sums.total(kYSq)), a.window, a.method, a.beta, OneLane());
+    enter_pair(gram, &gram.at(window.newest(), 0), ly, ls, static_cast<T>(sums.total(kSSq)),
+               static_cast<T>(sums.total(kYSq)), window, a.method, a.beta, OneLane());
     for (int j = 0; j < n; ++j) sample.t[j] = static_cast<T>(lg[j]);
-    solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), a.window, a.method, a.ridge);
+    solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), window, a.method, a.ridge);
   }
 
   // Take the step, store it as the next pair's, and take its dots with DF if the method needs them.
@@ -117,7 +118,7 @@ struct MultisecantStep : SampleStep {
     keep_best(sample.verdict, a.z + row * dim + chunk.begin, a.best + row * dim + chunk.begin, chunk.count);
     if (!sample.verdict.advance || a.rule.last) return;
     const H* df = a.df + history(row);
-    H* left_next = a.left + history(row) + a.window.next() * dim;
+    H* left_next = a.left + history(row) + window.next() * dim;
     alignas(64) T x[kTile];
     for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
       const int64_t count = std::min<int64_t>(kTile, end - tile);
@@ -140,7 +141,7 @@ struct MultisecantStep : SampleStep {
 
   void commit(int64_t row, Sums sums, const Sample& sample) const {
     if (!sample.verdict.advance || a.rule.last || !needs_dots()) return;
-    T* gram_row = a.gram + (row * (a.window.history + 2) + a.window.next()) * a.window.history;
+    T* gram_row = a.gram + (row * (a.history + 2) + window.next()) * a.history;
     for (int j = 0; j < n; ++j) gram_row[j] = static_cast<T>(sums.total(j));
   }
 };
@@ -207,7 +208,7 @@ struct TransposedStep : SampleStep {
   }
 };
 
-struct Kernels {
+struct Kernels : OnHost {
   using BFloat16 = deqfast::BFloat16;
   static constexpr int64_t max_history = 1 << 15;
 
@@ -256,7 +257,7 @@ struct MultisecantLoop {
       p.df = p.left + rows * pairs;
       p.gram = state.take(state.batch * (pairs + 2) * pairs);
       p.dim = state.dim;
-      p.window = {k, pairs, pairs};
+      p.history = pairs;
       p.monitor = state.monitor();
       p.rule = numbers.rule<T>(k, max_iter);
       p.method = static_cast<int64_t>(numbers.own(0));

@@ -55,7 +55,7 @@ struct PicardStep : SampleStep {
   }
 };
 
-struct Kernels {
+struct Kernels : OnHost {
   template <class T>
   static void run(const PicardParams<T>& params, const Tensor&) {
     share_out(PicardStep{params});

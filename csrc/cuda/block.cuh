@@ -14,6 +14,11 @@
 
 namespace deqfast {
 
+// What the kernels of all steps here are.
+struct OnDevice {
+  static constexpr bool kOnHost = false;
+};
+
 constexpr int kThreads = 256;  // of a block, unless the launch says otherwise
 constexpr int kWarps = kThreads / 32;
 constexpr int kMostThreads = 512;  // of the largest block, in whole warps
@@ -203,15 +208,18 @@ struct PartNorms {
 template <class T>
 struct Records {
   T residual[2], progress[kProgress];
+  int32_t iterations;
 
   // Begin to copy them to shared memory, by the thread that will judge.
   __device__ void fetch(const Monitor<T>& monitor, int64_t row) {
     for (int i = 0; i < 2; ++i) copy_to_shared(&residual[i], monitor.residual + i * monitor.batch + row);
     for (int i = 0; i < kProgress; ++i) copy_to_shared(&progress[i], monitor.progress + i * monitor.batch + row);
+    copy_to_shared(&iterations, monitor.iterations + row);
   }
   __device__ void fetch(const Records& from) {
     for (int i = 0; i < 2; ++i) copy_to_shared(&residual[i], from.residual + i);
     for (int i = 0; i < kProgress; ++i) copy_to_shared(&progress[i], from.progress + i);
+    copy_to_shared(&iterations, &from.iterations);
   }
 };
 
@@ -223,16 +231,16 @@ __device__ Verdict judge_sample(const Records<T>& records, const Monitor<T>& mon
   __shared__ Verdict verdict;
   Records<T> now;
   int8_t status = kRunning;
-  int32_t iterations = 0;
   if (threadIdx.x == 0) {
     wait_for_copies();
     now = records;
-    verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.progress, nullptr, 1}, 0, norms, rule);
+    const Monitor<T> own{&status, &now.iterations, now.residual, now.progress, nullptr, 1};
+    verdict = judge(own, 0, norms, rule_at(rule, records.iterations));
   }
   __syncthreads();  // all threads have read the status too
   if (threadIdx.x == 0 && blockIdx.y == 0) {
     monitor.status[row] = status;
-    monitor.iterations[row] = iterations;
+    monitor.iterations[row] = now.iterations;
     for (int i = 0; i < 2; ++i) monitor.residual[i * monitor.batch + row] = now.residual[i];
     for (int i = 0; i < kProgress; ++i) monitor.progress[i * monitor.batch + row] = now.progress[i];
     if (status != kRunning) atomicSub(monitor.active, 1);

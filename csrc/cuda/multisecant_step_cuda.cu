@@ -33,8 +33,8 @@ __device__ Norms<T> norms_of_columns(const MultisecantParams<T, H>& p, int64_t r
 }
 
 template <class T, class H>
-__device__ int sums_of(const MultisecantParams<T, H>& p) {
-  return kDots + (p.method == kAndersonI ? 3 : 2) * p.pairs();
+__device__ int sums_of(const MultisecantParams<T, H>& p, const Window& window) {
+  return kDots + (p.method == kAndersonI ? 3 : 2) * window.size();
 }
 
 // A tile of g, y and s in the registers of the block: kPacks loads of kVector elements per thread.
@@ -48,10 +48,10 @@ constexpr int kLoads = kVector == 1 ? 32 / sizeof(T) : 64 / sizeof(T) / kVector;
 
 // Form g on a tile, and complete the newest pair there. All loads are issued before the first one is waited for.
 template <class T, class H, int kVector, int kPacks>
-__device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t begin, int64_t end,
-                          Tile<T, kVector, kPacks>& tile, T (&squares)[kDots]) {
-  const bool with_pair = p.pairs() > 0, store_y = left_is_y(p.method);
-  const int64_t newest = (row * p.window.history + (with_pair ? p.window.newest() : 0)) * p.dim;
+__device__ void load_tile(const MultisecantParams<T, H>& p, const Window& window, int64_t row, int64_t begin,
+                          int64_t end, Tile<T, kVector, kPacks>& tile, T (&squares)[kDots]) {
+  const bool with_pair = window.size() > 0, store_y = left_is_y(p.method);
+  const int64_t newest = (row * p.history + (with_pair ? window.newest() : 0)) * p.dim;
   Pack<T, kVector> f[kPacks], z[kPacks], before[kPacks];
   Pack<H, kVector> kept[kPacks];
 #pragma unroll
@@ -92,17 +92,17 @@ __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t
 
 // Sweep 1 over the columns [begin, end): the sums over them, complete for all threads on return.
 template <class T, class H, bool kWithLs, int kVector>
-__device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns,
+__device__ void sweep_left(const MultisecantParams<T, H>& p, const Window& window, int64_t row, const Columns& columns,
                            BlockSums<T, kMaxSums>& sums) {
   constexpr int kPacks = kLoads<T, kVector>;
   constexpr int kRows = kVector == 1 ? 2 : 8 / kPacks;  // rows of the history whose loads are concurrent
-  const int n = p.pairs();
-  const H* left = p.left + row * p.window.history * p.dim;
+  const H* left = p.left + row * p.history * p.dim;
   T squares[kDots] = {};
-  sums.clear(sums_of(p));
+  sums.clear(sums_of(p, window));
   for (int64_t begin = columns.begin; begin < columns.end; begin += blockDim.x * kVector * kPacks) {
     Tile<T, kVector, kPacks> tile;
-    load_tile(p, row, begin, columns.end, tile, squares);
+    load_tile(p, window, row, begin, columns.end, tile, squares);
+    const int n = window.size();
     for (int j = 0; j < n; j += kRows) {
       Pack<H, kVector> pairs[kRows][kPacks];
 #pragma unroll
@@ -139,26 +139,23 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const 
   }
 #pragma unroll
   for (int v = 0; v < kDots; ++v) sums.add(v, squares[v]);
-  sums.finish(sums_of(p));
+  sums.finish(sums_of(p, window));
 }
 
 // Sweep 2: keep the iterate if it is the best, take the step, store it as the next pair's, and add up its dots with DF
 // for the methods that need them. gamma is in shared memory.
 template <class T, class H, int kMaxDots, int kVector>
-__device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns, bool improved,
-                            const T* gamma, T (&dots)[kMaxDots + 1]) {
+__device__ void sweep_right(const MultisecantParams<T, H>& p, const Window& window, int64_t row, const Columns& columns,
+                            bool improved, const T* gamma, T (&dots)[kMaxDots + 1]) {
   constexpr int kRows = 8;  // rows of the history whose loads are concurrent
-  const int n = p.window.size();
-  const int64_t history = row * p.window.history * p.dim;
-  const H* df = p.df + history;
-  H* left_next = p.left + history + p.window.next() * p.dim;
+  const H* df = p.df + row * p.history * p.dim;
   T* z = p.z + row * p.dim;
   for (int64_t d = columns.begin + threadIdx.x * kVector; d < columns.end; d += blockDim.x * kVector) {
     Pack<H, kVector> pairs[kRows];
     const auto load_rows = [&](int first) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        pairs[r] = load_if<H, kVector>(first + r < n, df + (first + r) * p.dim + d);
+        pairs[r] = load_if<H, kVector>(first + r < window.size(), df + (first + r) * p.dim + d);
       }
     };
     const auto f = load<T, kVector>(p.fz + row * p.dim + d), old = load<T, kVector>(z + d);
@@ -167,11 +164,11 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
     T x[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x[i] = p.beta * (f.value[i] - old.value[i]);
-    for (int first = 0; first < n; first += kRows) {
+    for (int first = 0; first < window.size(); first += kRows) {
       if (first > 0) load_rows(first);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const T weight = first + r < n ? gamma[first + r] : T(0);
+        const T weight = first + r < window.size() ? gamma[first + r] : T(0);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) x[i] -= weight * convert<T>(pairs[r].value[i]);
       }
@@ -184,11 +181,11 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
       taken.value[i] = convert<H>(now.value[i] - old.value[i]);
     }
     store_global(z + d, now);
-    store_global(left_next + d, taken);
+    store_global(p.left + (row * p.history + window.next()) * p.dim + d, taken);
     // A window of one round is still in registers. Longer ones are read again, now from the cache.
 #pragma unroll
     for (int first = 0; first < kMaxDots; first += kRows) {
-      if (first >= n) break;
+      if (first >= window.size()) break;
       if constexpr (kMaxDots > kRows) load_rows(first);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -221,21 +218,21 @@ struct SmallSolve {
 // Enter the newest pair in the fetched window matrix, and solve for gamma, by the first warp. The first of the sample's
 // blocks writes the pair's row, column and squares back. Gamma is complete for all threads on return.
 template <class T, class H>
-__device__ void solve_sample(const MultisecantParams<T, H>& p, int64_t row, const T* old_row, const T* sums,
-                             SmallSolve<T>& small) {
-  const int m = p.window.history, n = p.window.size(), newest = p.window.newest(), j = threadIdx.x;
+__device__ void solve_sample(const MultisecantParams<T, H>& p, const Window& window, int64_t row, const T* old_row,
+                             const T* sums, SmallSolve<T>& small) {
+  const int m = p.history, n = window.size(), newest = window.newest(), j = threadIdx.x;
   if (threadIdx.x < 32) {
     const Gram<T> gram = small.matrix(m);
     if (j < n) small.t[j] = sums[kDots + j];
     enter_pair(gram, old_row ? old_row : &gram.at(newest, 0), sums + kDots + n, sums + kDots + 2 * n, sums[kSSq],
-               sums[kYSq], p.window, p.method, p.beta, WarpLanes{j});
+               sums[kYSq], window, p.method, p.beta, WarpLanes{j});
     T* whole = p.gram + row * (m + 2) * m;
     if (blockIdx.y == 0 && j < n) {
       whole[newest * m + j] = gram.at(newest, j);
       whole[j * m + newest] = gram.at(j, newest);
     }
     if (blockIdx.y == 0 && j < 2) whole[(m + j) * m + newest] = gram.at(m + j, newest);
-    solve_window<false, T>({gram.entries, gram.stride}, small.t, small.gamma, p.window, p.method, p.ridge);
+    solve_window<false, T>({gram.entries, gram.stride}, small.t, small.gamma, window, p.method, p.ridge);
   }
   __syncthreads();
 }
@@ -252,36 +249,43 @@ __device__ void sum_dots(const T (&dots)[kMaxDots + 1], int n, BlockSums<T, kMax
 }
 
 // The most threads for a block with a whole sample. With 128 registers each, 512 of them fill a multiprocessor; sums of
-// many rows in bfloat16 or float64 take more registers.
-template <class T, class H, int kMaxDots>
-constexpr int kMost = kMaxDots <= 8 || sizeof(T) + sizeof(H) == 8 ? kMostThreads : kThreads;
+// many rows in bfloat16 or float64, and L^T s in float64, take more registers.
+template <class T, class H, int kMaxDots, bool kWithLs>
+constexpr int kMost = sizeof(T) + sizeof(H) == 8 || (kMaxDots <= 8 && !(kWithLs && sizeof(T) == 8)) ? kMostThreads
+                                                                                                 : kThreads;
 
 template <class T, class H, int kMaxDots, bool kWithLs, int kVector>
-__global__ void __launch_bounds__(kMost<T, H, kMaxDots>, 1) multisecant_kernel(const MultisecantParams<T, H> p) {
+__global__ void __launch_bounds__(kMost<T, H, kMaxDots, kWithLs>, 1) multisecant_kernel(const MultisecantParams<T, H> p) {
   __shared__ BlockSums<T, kMaxSums> sums;
   __shared__ SmallSolve<T> small;
   __shared__ Records<T> records;
+  __shared__ Window window;
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
-  if (threadIdx.x == 0) records.fetch(p.monitor, row);
-  const int n = p.window.size(), m = p.window.history;
-  T* gram = p.gram + row * (m + 2) * m;
-  if (p.pairs() > 0) small.fetch(gram, m);
+  if (threadIdx.x == 0) {
+    window = p.window(p.monitor.iterations[row]);
+    records.fetch(p.monitor, row);
+  }
+  __syncthreads();
+  // Read from shared memory where it is needed: registers are few.
+  if (window.size() > 0) small.fetch(p.gram + row * (p.history + 2) * p.history, p.history);
   const Columns columns(p.dim);
-  sweep_left<T, H, kWithLs, kVector>(p, row, columns, sums);
+  sweep_left<T, H, kWithLs, kVector>(p, window, row, columns, sums);
   wait_for_copies();
   const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
   const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
-  if (!verdict.advance || p.rule.last) {
+  if (!verdict.advance) {
     carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
   }
-  if (n) solve_sample<T, H>(p, row, nullptr, sums.totals, small);
+  if (window.size() > 0) solve_sample<T, H>(p, window, row, nullptr, sums.totals, small);
   T dots[kMaxDots + 1] = {};
-  sweep_right<T, H, kMaxDots, kVector>(p, row, columns, verdict.improved, small.gamma, dots);
+  sweep_right<T, H, kMaxDots, kVector>(p, window, row, columns, verdict.improved, small.gamma, dots);
+  const int n = window.size();
   if (kMaxDots == 0 || n == 0) return;
   sum_dots<T, kMaxDots>(dots, n, sums);
-  if (threadIdx.x < n) gram[p.window.next() * m + threadIdx.x] = sums.totals[threadIdx.x];
+  T* gram_row = p.gram + (row * (p.history + 2) + window.next()) * p.history;
+  if (threadIdx.x < n) gram_row[threadIdx.x] = sums.totals[threadIdx.x];
 }
 
 // Data that the blocks of a sample exchange.
@@ -300,25 +304,28 @@ __global__ void __launch_bounds__(kThreads, 2)
     multisecant_left_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kMaxSums> sums;
   __shared__ Records<T> records;
+  __shared__ Window window;
   const int64_t row = blockIdx.x;
   const bool keeps = blockIdx.y == 0 && threadIdx.x == 0, running = p.monitor.status[row] == kRunning;
   if (keeps) exchange.snapshots[row].running = running;
   if (!running) return;
+  if (threadIdx.x == 0) window = p.window(p.monitor.iterations[row]);
   if (keeps) records.fetch(p.monitor, row);
-  const int n = p.pairs(), m = p.window.history;
+  __syncthreads();
+  const int n = window.size(), m = p.history;
   if (kWithLs && blockIdx.y == 0 && threadIdx.x < n) {
-    const T* gram_row = p.gram + (row * (m + 2) + p.window.newest()) * m;
+    const T* gram_row = p.gram + (row * (m + 2) + window.newest()) * m;
     exchange.old_rows[row * kMaxGpuHistory + threadIdx.x] = gram_row[threadIdx.x];
   }
   const Columns columns(p.dim);
-  sweep_left<T, H, kWithLs, kVector>(p, row, columns, sums);
+  sweep_left<T, H, kWithLs, kVector>(p, window, row, columns, sums);
   const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
   T* to = exchange.sums + (row * gridDim.y + blockIdx.y) * kLeft;
   if (threadIdx.x == 0) {
     to[kMaxSums] = norms.res;
     to[kMaxSums + 1] = norms.f;
   }
-  for (int v = threadIdx.x; v < sums_of(p); v += blockDim.x) to[v] = sums.totals[v];
+  for (int v = threadIdx.x; v < sums_of(p, window); v += blockDim.x) to[v] = sums.totals[v];
   if (keeps) {
     wait_for_copies();
     exchange.snapshots[row].records = records;
@@ -333,14 +340,19 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
   __shared__ BlockSums<T, kMaxSums> sums;
   __shared__ SmallSolve<T> small;
   __shared__ Records<T> records;
+  __shared__ Window window;
   __shared__ bool last_to_end;
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
-  if (threadIdx.x == 0) records.fetch(exchange.snapshots[row].records);
-  const int n = p.window.size(), m = p.window.history;
-  if (p.pairs() > 0) small.fetch(p.gram + row * (m + 2) * m, m);
+  if (threadIdx.x == 0) {
+    window = p.window(exchange.snapshots[row].records.iterations);
+    records.fetch(exchange.snapshots[row].records);
+  }
+  __syncthreads();
+  const int n = window.size(), m = p.history;
+  if (n > 0) small.fetch(p.gram + row * (m + 2) * m, m);
   const T* partials = exchange.sums + row * exchange.parts * kLeft;
-  for (int v = threadIdx.x; v < sums_of(p); v += blockDim.x) {
+  for (int v = threadIdx.x; v < sums_of(p, window); v += blockDim.x) {
     T total = 0;
     for (unsigned part = 0; part < exchange.parts; ++part) {
       total += partials[part * kLeft + v];
@@ -353,13 +365,13 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
                                   PartNorms<T>{partials + kMaxSums, kLeft, exchange.parts});
   const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
-  if (!verdict.advance || p.rule.last) {
+  if (!verdict.advance) {
     carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
   }
-  if (n) solve_sample<T, H>(p, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, small);
+  if (n) solve_sample<T, H>(p, window, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, small);
   T dots[kMaxDots + 1] = {};
-  sweep_right<T, H, kMaxDots, kVector>(p, row, columns, verdict.improved, small.gamma, dots);
+  sweep_right<T, H, kMaxDots, kVector>(p, window, row, columns, verdict.improved, small.gamma, dots);
   if (kMaxDots == 0 || n == 0) return;
   sum_dots<T, kMaxDots>(dots, n, sums);
   T* all = exchange.dots + row * gridDim.y * kMaxGpuHistory;
@@ -372,7 +384,7 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
   __threadfence();
   T total = 0;
   for (unsigned part = 0; part < gridDim.y; ++part) total += all[part * kMaxGpuHistory + threadIdx.x];
-  p.gram[(row * (m + 2) + p.window.next()) * m + threadIdx.x] = total;
+  p.gram[(row * (m + 2) + window.next()) * m + threadIdx.x] = total;
 }
 
 template <class T, class H, int kMaxDots, bool kWithLs, int kVector>
@@ -387,7 +399,7 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
     // One block of 256 threads on a multiprocessor has half as many loads under way as two blocks. A long sample
     // without a second block there therefore has twice the threads.
     const bool alone = batch <= processors_of(z.get_device_index()) && params.dim >= kLong;
-    const int threads = alone ? kMost<T, H, kMaxDots> : kThreads;
+    const int threads = alone ? kMost<T, H, kMaxDots, kWithLs> : kThreads;
     multisecant_kernel<T, H, kMaxDots, kWithLs, kVector><<<batch, threads, 0, stream>>>(params);
   } else {
     const unsigned blocks = blocks_of(&multisecant_right_kernel<T, H, kMaxDots, kVector>);
@@ -405,13 +417,14 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
   check_launch("multisecant_step");
 }
 
-// The registers for the dots of sweep 2 are sized by the window at this iteration, not by the history. Rows that do not
-// start on 16 bytes are slow anyway, and share one kernel.
+// The registers for the dots of sweep 2 are sized by the window at this iteration, or by the history if only the device
+// knows the iteration. Rows that do not start on 16 bytes are slow anyway, and share one kernel.
 template <class T, class H, bool kWithLs, int kVector>
 void launch_with_dots(const MultisecantParams<T, H>& params, const Tensor& z) {
-  if (kVector == 1 || params.window.size() > 16) {
+  const int most = params.rule.k < 0 ? params.history : params.window(0).size();
+  if (kVector == 1 || most > 16) {
     launch_kernels<T, H, kMaxGpuHistory, kWithLs, kVector>(params, z);
-  } else if (params.window.size() > 8) {
+  } else if (most > 8) {
     launch_kernels<T, H, kVector == 1 ? kMaxGpuHistory : 16, kWithLs, kVector>(params, z);
   } else {
     launch_kernels<T, H, kVector == 1 ? kMaxGpuHistory : 8, kWithLs, kVector>(params, z);
@@ -548,7 +561,7 @@ void launch_transposed(const TransposedParams<T, H>& params, const Tensor& v) {
   check_launch("multisecant_transposed");
 }
 
-struct Kernels {
+struct Kernels : OnDevice {
   using BFloat16 = __nv_bfloat16;
   static constexpr int64_t max_history = kMaxGpuHistory;
 

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<
     if (d >= p.dim) break;
     if (verdict.improved) store_global(best + d, old[c]);
     if (verdict.broken) store_global(z + d, load<T, kVector>(best + d));
-    if (verdict.advance && !p.rule.last) store_global(z + d, stepped(f[c], old[c], p.damping));
+    if (verdict.advance) store_global(z + d, stepped(f[c], old[c], p.damping));
   }
 }
 
@@ -99,7 +99,7 @@ __device__ void finish(const PicardParams<T>& p, int64_t row, const Columns& col
   constexpr int kPacks = 4;  // concurrent loads of z and of f(z)
   T *z = p.z + row * p.dim, *best = p.best + row * p.dim;
   const T* fz = p.fz + row * p.dim;
-  if (!verdict.advance || p.rule.last) return carry_out<kVector>(verdict, z, best, columns.begin, columns.end);
+  if (!verdict.advance) return carry_out<kVector>(verdict, z, best, columns.begin, columns.end);
   constexpr int kStride = kPacks * kThreads * kVector;
   for (int64_t first = columns.begin + threadIdx.x * kVector; first < columns.end; first += kStride) {
     Pack<T, kVector> f[kPacks], old[kPacks];
@@ -207,7 +207,7 @@ void launch(const PicardParams<T>& params, const Tensor& z, cudaStream_t stream)
   check_launch("picard_step");
 }
 
-struct Kernels {
+struct Kernels : OnDevice {
   template <class T>
   static void run(const PicardParams<T>& params, const Tensor& z) {
     if (params.monitor.batch == 0) return;

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .._checks import ChecksKeywords, check_batches, check_cell, settings_of
 from ..cells.protocol import solving
+from ..engine.device_loop import is_captured
 from ..engine.loop import StopFn
 from ..engine.plan import Plan
 from ..engine.refusals import check_served
@@ -29,7 +30,7 @@ from ..state.packing import Packing, is_of_state
 from ..torch_internals import pytree
 from ..torch_internals.dynamo import is_given_up, untraced
 from ..torch_internals.ranks import DTENSORS, ranks_of
-from ..torch_internals.transforms import check_values, present_context, values
+from ..torch_internals.transforms import check_values, present_context, runs_only
 from ..torch_internals.weights import attribute, check_loaded, hold_weights, modules_of
 from ..transforms import opaque_op
 from ..transforms.export import export
@@ -68,9 +69,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
             samples independently.
-        cuda_graph: capture the forward solve in CUDA graphs, one per two iterations, and replay them. True, or
-            "whole" for one graph, in which the device ends the loop (possible in torch 2.14.1). See
-            ``engine.runners.cuda_graph``.
+        cuda_graph: capture solves in CUDA graphs, whose loops the device ends, and launch one in each call: the forward
+            solve, and the backward solve of ``Implicit``. The host does not wait, unless a number of the Solution is
+            read. A z0 that is not finite raises its error then, or in a later call. See ``engine.runners.cuda_graph``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
             solver and shape of a sample. This takes seconds at the first call. Not under torch.func. True, or
             "forward" for the forward solve only, if torch.compile cannot compile the cell's gradient.
@@ -135,7 +136,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         stop_fn: StopFn | None = None,
         kernel: str = "auto",
         drop_converged: bool = False,
-        cuda_graph: bool | str = False,
+        cuda_graph: bool = False,
         compile: bool | str = False,
         trace: bool = False,
         lockstep: Any = None,
@@ -162,7 +163,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             "state_group": state_group,
         }
         options = BlockOptions(**given)  # which converts names
-        self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
+        self.graphs = Graphs(cell) if cuda_graph else None
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
         for name in ASSIGNED:
@@ -234,6 +235,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         is_fresh: bool = False,
     ) -> tuple[Any, Solution]:
         """Value and Solution of ``forward``, if ``torch.compile`` does not trace it."""
+        if self.graphs is not None and (solution := self._replayed(x, z0, groups)) is not None:
+            return solution.value, solution
         plan = self._plan(x, z0, groups, is_fresh)
         if plan.context != "torch.export":
             check_values("z0", z0)
@@ -244,7 +247,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             check_served(plan.context, REFUSED[plan.context], asked)
         holds, modules = plan.holds_weights, modules_of(self.cell)
         check_loaded(modules, plan.z0)
-        if self.training and self.warn and not self._changes.looked:
+        if self.training and self.warn and not self._changes.looked and not is_captured(_device_of(z0)):
             self._changes.look(plan)
         with solving(modules), hold_weights(modules) if holds else nullcontext():
             if plan.context == "torch.export":
@@ -257,8 +260,22 @@ class DEQBlock(ChecksKeywords, nn.Module):
         if self._changes.looks:
             self._changes.look_at(plan, value)
         if self.warn and plan.context != "torch.export" and solution.may_include(*self._forward_notice.asked):
-            self._forward_notice.look(replace(solution, status=values(solution.status)))
+            self._forward_notice.look(solution)
         return value, solution
+
+    def _replayed(self, x: Any, z0: Any, groups: Any) -> Solution | None:
+        """Solution of a captured solve, if the call needs nothing but its replay; else None."""
+        options = self._of_mode.get(self.training) or self._options()
+        is_watched = self._changes.looks or (self.training and self.warn and not self._changes.looked)
+        if groups is not None or self.groups is not options.groups or is_watched or torch.is_grad_enabled():
+            return None
+        if not runs_only(x, z0):
+            return None
+        assert self.graphs is not None
+        solution = self.graphs.replay_only(self._solves.of(options, z0), self._modules["cell"], x, z0)
+        if self.warn and solution is not None:
+            self._forward_notice.look(solution)
+        return solution
 
     def trajectory(
         self, x: Any, at: Sequence[int], z0: Any = None, groups: Groups | Tensor | str | None = None
@@ -310,7 +327,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         options: Options = self._options()
         solves: Solves | None = self._solves
         if groups is not options.groups:  # of this call only: nothing is kept for it
-            check_together([*self.options.given(), "groups"])
+            check_together([*self.options.given(), "groups", "groups of a call"])
             options, solves = (
                 self.options.of_solve(self.current_solver, Packing(z0, groups).groups, options.lockstep),
                 None,
@@ -371,3 +388,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
+
+
+def _device_of(z: Any) -> torch.device:
+    return pytree.tree_leaves(z)[0].device

@@ -6,14 +6,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..solution import Solution, Status, count_statuses
+from ..engine.device_loop import is_captured
+from ..solution import Arriving, Solution, Status, count_statuses
+from ..torch_internals.transforms import values
 
 REMEDIES = {
     Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser tolerance, or make the cell contract "
@@ -43,16 +43,6 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-@dataclass
-class _Counts:
-    """Number of samples of a solve with each of the statuses `asked`; on a GPU, valid after the event."""
-
-    asked: list[Status]
-    numbers: Tensor
-    samples: int
-    arrived: Any = None  # an event
-
-
 class Notice:
     """Warning about the solves of one kind, given at most once for each status.
 
@@ -65,31 +55,29 @@ class Notice:
     def __init__(self, kind: str, more: str = OF_BLOCKS, expected: Iterable[Status] = ()) -> None:
         self.kind, self.more = kind, more
         self.asked = [status for status in REMEDIES if status not in expected]
-        self.pending: _Counts | None = None
+        self.pending: Arriving | None = None
 
     def look(self, solution: Solution) -> None:
         """Warn if samples of the solution did not converge. On a GPU, check the solution of an earlier call."""
-        asked = self.asked
         if not is_late(solution.status):
-            numbers = solution.counts or count_statuses(solution.status)
-            if any([numbers[status] for status in asked]):
-                self._judge({status: numbers[status] for status in asked}, len(solution.status))
+            self._judge(solution.counts or count_statuses(solution.status))
             return
-        if self.pending is not None and self.pending.arrived.query():
-            self._judge(dict(zip(self.pending.asked, self.pending.numbers.tolist(), strict=True)), self.pending.samples)
+        if is_captured(solution.status.device):
+            return
+        if self.pending is not None and self.pending.has_arrived():
+            self._judge(self.pending.counts())
             self.pending = None
-        if not asked or self.pending is not None:
-            return
-        counts = torch.stack([(solution.status == status).sum() for status in asked])
-        pinned = torch.empty_like(counts, device="cpu", pin_memory=counts.is_cuda).copy_(counts, non_blocking=True)
-        self.pending = _Counts(asked, pinned, len(solution.status))
-        self.pending.arrived = torch.cuda.current_stream(counts.device).record_event()
+        if self.asked and self.pending is None:
+            self.pending = solution.arriving or Arriving(values(solution.status))
 
-    def _judge(self, counts: dict[Status, int], samples: int) -> None:
-        unsolved = {status: number for status, number in counts.items() if number and status in self.asked}
+    def _judge(self, counts: list[int]) -> None:
+        unsolved: dict[Status, int] = {}
+        for status in self.asked:
+            if counts[status]:
+                unsolved[status] = counts[status]
         if not unsolved:
             return
-        self.asked = [status for status in self.asked if status not in unsolved]
+        samples, self.asked = sum(counts), [status for status in self.asked if status not in unsolved]
         said = "; ".join(
             f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in unsolved.items()
         )

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._checks import check_choice
 from ..engine.loop import StopFn
-from ..engine.refusals import Option, kinds
+from ..engine.refusals import Option, check_served, kinds
+from ..engine.runners import cuda_graph
 from ..engine.runners.compiled import check_solver
 from ..engine.solve import Options
 from ..gradients import Adjoint, as_adjoint
@@ -39,7 +40,7 @@ class BlockOptions:
     stop_fn: StopFn | None
     kernel: str
     drop_converged: bool
-    cuda_graph: bool | str
+    cuda_graph: bool
     compile: bool | str
     trace: bool
     lockstep: Any
@@ -51,6 +52,7 @@ class BlockOptions:
         object.__setattr__(self, "adjoint", as_adjoint(self.adjoint))
         check_kernel_name(self.kernel)
         check_scale(self.scale)
+        check_choice("cuda_graph", self.cuda_graph, (False, True))
         check_choice("compile", self.compile, (False, True, "forward"))
         for name in ("init", "stop_fn"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
@@ -58,10 +60,13 @@ class BlockOptions:
         for name in ("lockstep", "state_group"):
             object.__setattr__(self, name, as_ranks(name, getattr(self, name)))
         check_together(self.given())
+        own = getattr(self.adjoint, "solver", None)
+        if self.cuda_graph and isinstance(own, Solver):
+            check_served("cuda_graph", cuda_graph.REFUSES, kinds(own), f" of the adjoint's solver, {own}")
         if self.compile:
             check_solver(self.solver)
             check_solver(self.eval_solver or self.solver)
-        if self.compile is True and isinstance(own := getattr(self.adjoint, "solver", None), Solver):
+        if self.compile is True and isinstance(own, Solver):
             check_solver(own, f" of the adjoint's solver, {own}")
 
     def given(self) -> list[Option]:

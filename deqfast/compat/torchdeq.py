@@ -37,6 +37,7 @@ from ..torch_internals.dynamo import untraced
 from ..torch_internals.transforms import check_plain, check_values
 from ..torch_internals.transforms import values as unwrapped
 from ..torch_internals.weights import hold_weights, modules_of
+from .captured import Captures
 
 _DEFAULTS: dict[str, Any] = {
     "f_solver": "fixed_point_iter",
@@ -58,6 +59,7 @@ _DEFAULTS: dict[str, Any] = {
     "sup_loc": None,
     "n_states": 1,
     "indexing": None,
+    "cuda_graph": False,
 }
 # Further options of torchdeq's command line: for normalisations, losses and the training loop.
 _ELSEWHERE = {"core", "gamma", "jac_loss_weight", "jac_loss_freq", "jac_incremental", "sradius_mode", "norm_type"}
@@ -88,6 +90,11 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     Differences from torchdeq: Each sample stops by itself. The window of Anderson has a relative ridge of 1e-6. The
     backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode` is. `core="indexing"` returns a state
     for each index, also if the solve ends earlier. In evaluation mode gradients are recorded too.
+
+    `cuda_graph=True` captures the forward solves on a GPU, as ``DEQBlock`` does: one launch replays a solve, and func
+    is not called in it. Tensors that func's closure reads may change from call to call; others must stay at their
+    addresses. ``info`` then has no traces, and `nstep` counts all evaluations of a sample. Calls are refused that
+    torchdeq runs, or with `groups`, `return_final`, simple_fixed_point_iter or several iterates of one solve.
 
     A keyword that is unknown and an option that cannot be honoured raise an error. As in torchdeq `ift` replaces the
     last state's `grad`, `n_states` replaces `indexing`, and `sup_gap` replaces `sup_loc`; the last two with a warning.
@@ -346,6 +353,7 @@ class DEQ(nn.Module):
         self._forward_notice = Notice("forward", more, expected={Status.MAX_ITER})
         self._backward_notice = Notice("backward", more)
         self._solves = Solves()
+        self._captures = Captures()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch would register a module instead of setting the option, such as a solver that is a module.
@@ -367,6 +375,7 @@ class DEQ(nn.Module):
             check_number(f"{each}_tol", options[f"{each}_tol"], 0.0)
         check_count("f_max_iter", options["f_max_iter"], 0)
         check_count("b_max_iter", options["b_max_iter"])
+        check_choice("cuda_graph", options["cuda_graph"], (False, True))
         self.traces = not (options["no_stat"] or options["f_solver"] == "simple_fixed_point_iter")
         if "f_solver" not in self.registered:
             self.method = self._forward_method({})
@@ -427,8 +436,9 @@ class DEQ(nn.Module):
         _warn_of(unknown)
         given = dict(solver_kwargs or {})
         theirs = self._torchdeqs(given)
-        if theirs and (x is not None or groups is not None):
-            raise ValueError(f"{theirs} is run by torchdeq, which takes no x and no groups: {_INSTEAD[theirs]}")
+        if theirs and (x is not None or groups is not None or self.options["cuda_graph"]):
+            no = "no x, no groups and no cuda_graph"
+            raise ValueError(f"{theirs} is run by torchdeq, which takes {no}: {_INSTEAD[theirs]}")
         if theirs:
             found: tuple[list[Any], dict[str, Tensor]]
             found = untraced(self._run_torchdeq, theirs, func, z_init, given, sradius_mode, backward_writer)
@@ -502,6 +512,18 @@ class DEQ(nn.Module):
         """States with these gradients; then the Solution and the method of the solve that ends in the last state."""
         raise NotImplementedError("a subclass of DEQ must define forward")
 
+    def _solve(self, plan: Plan, method: _Method, at: list[int]) -> tuple[list[Any], Any, Solution]:
+        """As ``_solve``, captured if the options ask for it."""
+        if not (self.options["cuda_graph"] and method.max_iter):
+            return _solve(plan, method, at)
+        refused = {"groups": plan.groups is not None, "return_final=True": method.is_final and not method.is_bare}
+        refused |= {"simple_fixed_point_iter": method.is_bare, "core='indexing' with several states": bool(at)}
+        if names := [name for name, given in refused.items() if given]:
+            raise ValueError(f"cuda_graph=True cannot be combined with {names[0]}: a replay makes one solve by itself")
+        plan = replace(plan, options=method.solving)
+        value, solution = self._captures.solve(plan, method.relaxation, method.ends_in_f)
+        return [], value, solution if method.ends_in_f else replace(solution, iterations=solution.iterations - 1)
+
     def _spread(self, max_iter: int, count: int) -> list[int]:
         """Numbers of the evaluations after which the `count` states are taken."""
         return [(k + 1) * (max_iter // count) for k in range(count)]
@@ -552,7 +574,7 @@ class DEQSliced(DEQ):
             if states:
                 plan = replace(plan, z0=detached(states[-1]))
             method = _limited(method, end - begin)
-            _, value, solution = _solve(plan, method, [])
+            _, value, solution = self._solve(plan, method, [])
             found, last = _attach(plan, method, gradient, replace(solution, value=value))
             states += found
         return states, last, method
@@ -569,7 +591,7 @@ class DEQIndexing(DEQ):
         states: list[Any] = []
         method = _limited(method, at[-1])
         # The state after evaluation n of f is the argument of evaluation n + 1. Broyden counts one less.
-        before, value, solution = _solve(plan, method, [n + method.ends_in_f for n in at[:-1]])
+        before, value, solution = self._solve(plan, method, [n + method.ends_in_f for n in at[:-1]])
         for gradient, state in zip(gradients, [*before, value], strict=True):
             found, last = _attach(plan, method, gradient, replace(solution, value=state))
             states += found

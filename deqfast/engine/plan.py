@@ -36,7 +36,7 @@ class Plan:
         is_fresh: z0 is finite, and nobody else uses its memory.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
         solves: keeps the compiled solves, if given.
-        graphs: if given, these capture the forward solve and replay it.
+        graphs: if given, these capture the forward solve, and the backward solve of ``Implicit``, and replay them.
         compiled: if given, its code runs the forward solve.
         linearised: if given, its code runs the backward solve of ``Implicit``.
         context: where the forward pass runs.
@@ -126,7 +126,8 @@ def run(plan: Plan) -> Solution:
 
 def _by_solver(plan: Plan) -> Solution:
     if plan.graphs is not None:
-        return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.options)
+        solve = plan.solve(plan.options, plan.z0)
+        return plan.graphs.solve(solve, plan.cell, plan.x, plan.z0, lambda: in_loop(plan))
     if plan.compiled is not None:
         return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.options, plan.keep_inverse)
     return in_loop(plan)

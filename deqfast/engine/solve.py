@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..ops import Kernel, choose_kernel
 from ..ops.steps import StopRule
-from ..solution import Solution
+from ..solution import Arriving, LateSolution, Solution
 from ..solvers import Anderson, Auto, Broyden, Picard, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import Multisecant
@@ -24,6 +25,7 @@ from ..state.rows import all_finite
 from ..torch_internals import pytree
 from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.weights import NOTHING
+from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
 from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, watch_of, whole
 
 Inverse = Callable[[Any], Any]
@@ -86,10 +88,14 @@ class Solve:
         """Solve from z0 without gradient.
 
         is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
-        inverse.
+        inverse. While a CUDA graph is captured, nobody knows whether z0 is finite.
         """
-        together, parts = self.options.lockstep, self.options.state_group
-        with torch.no_grad(), InStep(together, self.packing.device, parts) if together else NOTHING as ranks:
+        device, together, parts = self.packing.device, self.options.lockstep, self.options.state_group
+        if self.max_iter and device.type == DEVICE and torch.cuda.is_current_stream_capturing():
+            with torch.no_grad():
+                state = self.begin(z0, is_fresh, checks=False)
+                return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")), None, keep)
+        with torch.no_grad(), InStep(together, device, parts) if together else NOTHING as ranks:
             state = self.begin(z0, is_fresh)
             watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
             f = self.solver.wrap(f, self.packing, state)
@@ -104,21 +110,23 @@ class Solve:
                 return self.solver.resume(state, k, self.max_iter)
 
             made = iterate(advance, self.max_iter, watch, self.solver.patience, resume)
-            if keep is not None:
-                keep(inverse_of(self.packing, self.solver, state))
-            return self.end(state, made, made * self.packing.batch if compaction is None else compaction.samples)
+            return self._end(state, made, None if compaction is None else compaction.samples, keep)
 
-    def begin(self, z0: Any, is_fresh: bool = False) -> State:
-        """State before the first evaluation; ValueError if z0 is not finite."""
+    def begin(self, z0: Any, is_fresh: bool = False, checks: bool = True) -> State:
+        """State before the first evaluation; ValueError if z0 is not finite and this `checks`."""
         if torch.is_inference_mode_enabled():  # in which torch does not count in-place operations of f
             with torch.inference_mode(False):
-                return self.begin(z0, is_fresh)
+                return self.begin(z0, is_fresh, checks)
         if is_fresh and self.packing.is_rows and z0.is_contiguous() and not z0.is_inference():
             rows = z0
         else:
             rows = self.packing.pack(z0)
-            if not is_fresh:
+            if checks and not is_fresh:
                 check_finite(rows, self.options.state_group)
+        return self.start(rows)
+
+    def start(self, rows: Tensor) -> State:
+        """State before the first evaluation, which owns the rows (B, D) of z0."""
         state = self._init(rows, self.kernel)
         if self.options.trace:
             state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
@@ -147,6 +155,12 @@ class Solve:
 
         return advance
 
+    def device_loop(self, f: Callable[..., Any], state: State, way: str) -> DeviceLoop:
+        """The evaluations of f for a CUDA graph; ``check_device_loop`` says what is refused."""
+        named = "drop_converged", "stop_fn", "lockstep"
+        check_device_loop(way, self.solver, self.kernel, [name for name in named if getattr(self.options, name)])
+        return DeviceLoop(whole(f, self.packing, state), self.solver, self.rule, state)
+
     def rule(self, value: Any) -> StopRule:
         """Stop rule for an f that has returned this value."""
         dtypes = value.dtype if isinstance(value, Tensor) else tuple(t.dtype for t in pytree.tree_leaves(value))
@@ -154,39 +168,56 @@ class Solve:
             rule = self._rules[dtypes] = self.solver.rule(self.packing.stall_floor(value))
         return rule
 
-    def end(self, state: State, evaluations: int, sample_evaluations: int) -> Solution:
-        """Solution of a solve that ended in `state`, after this number of calls of f."""
-        ended = state.best, state.status, state.iterations, state.residual.unbind()
-        return solution_of(self.packing, self.solver, *ended, evaluations, sample_evaluations, state.trace)
+    def _end(self, state: State, evaluations: Any, sample_evaluations: int | None, keep: Keep | None) -> Solution:
+        """Solution of a solve that ended in `state`, see ``solution_of``; `keep` is called before."""
+        if keep is not None:
+            keep(inverse_of(self.packing, self.solver, state))
+        value = state.best if self.packing.is_rows else self.packing.unpack(state.best)
+        ended = state.status, state.iterations, state.residual.unbind()
+        return solution_of(self.packing, self.solver, value, *ended, evaluations, sample_evaluations, state.trace)
 
 
 def solution_of(
     packing: Packing,
     solver: Solver,
-    best: Tensor,
+    value: Any,
     status: Tensor,
     iterations: Tensor,
     residuals: Sequence[Tensor],
     evaluations: Any,
     sample_evaluations: Any = None,
     trace: Tensor | None = None,
+    arriving: Arriving | None = None,
 ) -> Solution:
-    """Solution of a solve with these results; `residuals` are the relative and the absolute ones."""
-    measure = int(solver.is_absolute)
-    traces = (None, None) if trace is None else trace[:evaluations].unbind(1)
-    solution = object.__new__(Solution)
+    """Solution of a solve with these results.
+
+    residuals: the relative and the absolute ones. evaluations: the number of calls of f, or a function that returns it.
+    trace: (max_iter, 2, B).
+    """
+    measure, kind, samples = int(solver.is_absolute), Solution, sample_evaluations
+    traces: Any = (None, None)
+    if callable(evaluations):
+        kind, samples = LateSolution, lambda: evaluations() * packing.batch
+        if trace is not None:
+            traces = [lambda i=i: trace[: evaluations(), i] for i in range(2)]
+    else:
+        samples = evaluations * packing.batch if samples is None else samples
+        if trace is not None:
+            traces = trace[:evaluations].unbind(1)
+    solution = object.__new__(kind)
     solution.__dict__.update(  # at once: a frozen dataclass sets its fields one by one
-        value=best if packing.is_rows else packing.unpack(best),
+        value=value,
         status=status,
         iterations=iterations,
         residual=residuals[measure],
         residual_rel=residuals[0],
         residual_abs=residuals[1],
         evaluations=evaluations,
-        sample_evaluations=evaluations * packing.batch if sample_evaluations is None else sample_evaluations,
+        sample_evaluations=samples,
         trace=traces[measure],
         trace_rel=traces[0],
         trace_abs=traces[1],
+        arriving=arriving,
     )
     return solution
 
@@ -232,6 +263,7 @@ def inverse_of(packing: Packing, solver: Solver, state: State) -> Inverse:
     return lambda v: gradients.unpack(solver.transposed_inverse(state, gradients.pack(v)))
 
 
+_PRECISION = attrgetter("fp32_precision")
 MOST = 64  # solves that a block keeps; a training run has a few
 
 
@@ -242,7 +274,7 @@ def layout_of(z: Any) -> Any:
             return None
         device = z.device
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        return z.shape, z.stride(), z.dtype, device, autocast, *[p.fp32_precision for p in PRECISIONS[device.type]]
+        return z.shape, z.stride(), z.dtype, device, autocast, *map(_PRECISION, PRECISIONS[device.type])
     leaves, spec = pytree.tree_flatten(z)
     if not leaves or not all(isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested for t in leaves):
         return None

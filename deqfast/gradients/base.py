@@ -15,7 +15,7 @@ without second derivatives raises there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -271,7 +271,7 @@ def _compared(solution: Solution, options: Options, z: Any, evaluation: list[Ten
     if solution.counts is not None and bool(met.all()):
         return solution
     moved = (solution.status == Status.CONVERGED) & ~met
-    return replace(solution, status=solution.status.masked_fill(moved, Status.INCONSISTENT))
+    return solution.changed(status=solution.status.masked_fill(moved, Status.INCONSISTENT), arriving=None)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..torch_internals.dynamo import uncompiled
 from ..torch_internals.transforms import Members
 from .base import Adjoint, Evaluate, Recorded, Rule, attach, confirmed
 from .derivative import Derivative, Linearisation, StateFunction, attached, in_dtypes_of, on_values, transpose, unfold
-from .linear import LinearSolve
+from .linear import Captured, LinearSolve
 from .linearised import Product
 
 # With 16 pairs Anderson takes as few products as Broyden with its whole history on trained cells, and much less memory.
@@ -79,6 +79,9 @@ class Implicit(Adjoint):
         rule = _Inverted(self._solve(plan), plan.cell, z, x)
         if plan.linearised is not None and rule.recorded.is_differentiable:
             rule.product = plan.linearised(plan.cell, z, x)
+        elif plan.graphs is not None and plan.solves is not None:
+            ordinary = multiplier(rule.recorded.outputs, pytree.tree_leaves(rule.z))
+            rule.product = Captured(plan.graphs, plan.cell, z, x, ordinary)
         value = attach(plan.forward_value(solution, rule.recorded.outputs, broken), rule.recorded, rule, broken)
         return value, confirmed(solution, plan.options, z, rule.recorded.outputs)
 
@@ -113,7 +116,7 @@ class _Inverted(Rule):
         with for_products(evaluate):
             self.recorded = Recorded(self.evaluate, self.z, x)
         self.autocast = present_autocast(pytree.tree_leaves(z)[0].device.type)
-        self.product: Product | None = None  # compiled
+        self.product: Product | Captured | None = None  # compiled, or by a CUDA graph
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)

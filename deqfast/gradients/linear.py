@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..engine.plan import Plan
+from ..engine.runners.cuda_graph import Graphs
 from ..engine.solve import Options, Solve, Solves
 from ..solution import Solution
 from ..solvers import Solver
@@ -16,11 +18,38 @@ from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import all_finite, known_finite, per_row
 from ..torch_internals import pytree
+from ..torch_internals.autograd import detached, for_products, in_order_of, multiplier
+from ..torch_internals.dynamo import uncompiled
 from .derivative import of_members
 from .linearised import Product
 
 Products = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 """u -> A u, with None for zeros."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """u -> J^T u at z for a solve in a CUDA graph, which evaluates cell(z, x) in its own memory."""
+
+    graphs: Graphs
+    cell: Any
+    z: Any
+    x: Any
+    ordinary: Products  # without a graph
+
+
+def _affine(cell: Any, at: tuple[Any, Any], right: Any) -> Callable[[Any], Any]:
+    """u -> J^T u + right, by an evaluation of the cell at (z, x)."""
+    z, evaluate = detached(at[0], requires_grad=True), uncompiled(cell)
+    with torch.enable_grad(), for_products(cell):
+        outputs = in_order_of(z, evaluate(z, at[1]))
+    multiply, of_right = multiplier(outputs, pytree.tree_leaves(z)), pytree.tree_leaves(right)
+
+    def f(u: Any) -> Any:
+        pairs = zip(multiply(pytree.tree_leaves(u)), of_right, strict=True)
+        return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], pytree.tree_structure(u))
+
+    return f
 
 
 @dataclass(frozen=True)
@@ -52,7 +81,7 @@ class LinearSolve:
         return LinearSolve(self.of_transposed, self.options, self.solves, self.on_backward)
 
     def __call__(
-        self, products: Products | Product, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
+        self, products: Products | Product | Captured, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
     ) -> list[Tensor]:
         """Return u for the right-hand side g = `right`, the leaves of a tree.
 
@@ -80,16 +109,23 @@ class LinearSolve:
         solution = self._solve(products, start, spec, options)
         values = [(u * per_row(of_rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
         residual = solution.residual_abs * sizes
-        self.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
+        self.on_backward(solution.changed(value=pytree.tree_unflatten(values, spec), residual_abs=residual))
         if finite is None:
             return values
         return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, right, strict=True)]
 
     def _solve(
-        self, products: Products | Product, start: list[Tensor], spec: pytree.TreeSpec, options: Options
+        self, products: Products | Product | Captured, start: list[Tensor], spec: pytree.TreeSpec, options: Options
     ) -> Solution:
         if isinstance(products, Product):
             return products.solve(start, options)
+        if isinstance(products, Captured):
+            captured, z0 = products, pytree.tree_unflatten(start, spec)
+            assert self.solves is not None  # as always in a block
+            return captured.graphs.solve(
+                *(self.solves.of(options, z0), captured.cell, (captured.z, captured.x), z0),
+                *(lambda: self._solve(captured.ordinary, start, spec, options), _affine),
+            )
 
         def of_tensor(u: Tensor) -> Tensor:
             product = products([u])[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
 from typing import Any
@@ -76,10 +76,8 @@ class State:
         self.progress.fill_(math.inf)
         self.active.fill_(z.shape[0])
 
-    def copy_of_results(self) -> State:
-        """State with its results in memory of their own, for a caller that keeps them."""
-        results = ("best", "status", "iterations", "residual")
-        return replace(self, **{name: getattr(self, name).clone() for name in results})
+    def carry(self) -> None:
+        """Move what the next step reads to the same memory after each pass of a loop on the device."""
 
     def monitor(self) -> tuple[Tensor, ...]:
         """Tensors by which every step op judges its samples, in the order of its arguments."""
@@ -116,8 +114,8 @@ class Solver(ChecksKeywords):
     need this:
 
     - `drop_converged`: no running row may depend on rows of fz whose samples are done, which are undefined.
-    - `cuda_graph`: ``advance`` must not read values on the host, and ``State.restart`` must reset all tensors.
-    - `compile` and ``torch.export`` serve only ``Picard``, ``Anderson`` and ``Broyden``, ``SHINE`` only the last two.
+    - `compile`, `cuda_graph` and ``torch.export`` serve only ``Picard``, ``Anderson`` and ``Broyden``. ``SHINE`` serves
+      only the last two.
 
     Args:
         rtol: relative tolerance, at least 0 and less than 1.

@@ -29,10 +29,16 @@ class MultisecantState(State):
     df: Tensor = field(kw_only=True)
     gram: Tensor = field(kw_only=True)
     previous: PreviousValue = field(default_factory=PreviousValue)
+    carried: Tensor | None = None  # memory of `f_prev` between the passes of a loop on the device
 
     def restart(self, z: Tensor) -> None:
         super().restart(z)
-        self.previous = PreviousValue()
+        self.f_prev, self.previous = self.z, PreviousValue(self.previous.is_overwritten)
+
+    def carry(self) -> None:
+        if self.carried is None:
+            self.carried = torch.empty_like(self.z)
+        self.f_prev = self.carried.copy_(self.f_prev)
 
 
 def slots(history_size: int | None, max_iter: int, kernel: Kernel) -> int:
@@ -92,7 +98,7 @@ class Multisecant(Solver):
         def advance(fz: Tensor, k: int, last: bool) -> None:
             previous.check(fz, state.f_prev, k)
             step(z, fz, *monitor, state.f_prev, *pairs, k, last)
-            state.f_prev = previous.keep(fz, k)
+            state.f_prev = previous.keep(fz)
 
         return advance
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ class InStep:
         if kind is None:
             self.most(0)
         elif self.tells and not self._is_over:
-            self._is_over = True
+            self._is_over, rank = True, dist.get_rank()
+            # At once: if the others wait in a collective of f, torch may end this process in the exchange.
+            print(f"deqfast: rank {rank} ends the solve: {error!r}", file=sys.stderr, flush=True)
             with suppress(RuntimeError):  # this rank's own error says more
-                self.ranks.most(torch.tensor([_FAILED + dist.get_rank()], dtype=torch.int32, device=self.device))
+                self.ranks.most(torch.tensor([_FAILED + rank], dtype=torch.int32, device=self.device))

@@ -81,7 +81,9 @@ def runs_only(a: Tensor, b: Tensor) -> bool:
     Reasons for more are a trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices. (A mode of
     torch functions only sees the first step of a solve.)
     """
-    if is_tracing() or in_torch_func() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled:
+    if is_tracing() or in_torch_func() or forward_ad._current_level >= 0:
+        return False
+    if is_in_torch_dispatch_mode() or profiler._is_profiler_enabled:
         return False
     return type(a) is Tensor and type(b) is Tensor and a.device == b.device
 

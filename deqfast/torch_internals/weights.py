@@ -171,9 +171,13 @@ def _hold(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _can_be_held(module: nn.Module) -> bool:
-    """Return whether this thread does not keep the value yet, and the tensors are there: offloaded ones are on meta."""
+    """Return whether this thread does not keep the value yet, and the whole tensors are there.
+
+    Offloaded ones are on meta. FSDP2 gathers the shards of its units at each evaluation.
+    """
     tensors = chain(module.parameters(), module.buffers())
-    return module not in _thread.held and all(tensor.device.type != "meta" for tensor in tensors)
+    is_there = [tensor.device.type != "meta" and not hasattr(tensor, "placements") for tensor in tensors]
+    return module not in _thread.held and all(is_there)
 
 
 def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -251,17 +255,11 @@ def modules_of(cell: Any) -> list[nn.Module]:
 def attribute(cell: Any, name: str) -> Any:
     """Return this attribute of a cell, or None. (To find that a module has none, torch formats an error.)"""
     kind: Any = type(cell)
-    if _lacks(kind, name):
+    if isinstance(cell, nn.Module) and kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name):
         own = cell.__dict__
         if not (name in own or name in own["_modules"] or name in own["_parameters"] or name in own["_buffers"]):
             return None
     return getattr(cell, name, None)
-
-
-@functools.cache
-def _lacks(kind: Any, name: str) -> bool:
-    """Return whether a module of this class has such an attribute only if it is its own."""
-    return issubclass(kind, nn.Module) and kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name)
 
 
 def _parametrised(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, ParametrizationList]]:

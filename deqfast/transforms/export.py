@@ -70,10 +70,10 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
             _warn(error)
         else:
             best, status, iterations, *residuals, evaluations = results
-            return solution_of(packing, solver, best, status, iterations, residuals, evaluations)
+            return solution_of(packing, solver, packing.unpack(best), status, iterations, residuals, evaluations)
     state = solver.init(z, kernel)
     evaluations = _iterate(f, packing, solver, state)
-    ended = state.best, state.status, state.iterations, state.residual.unbind()
+    ended = packing.unpack(state.best), state.status, state.iterations, state.residual.unbind()
     return solution_of(packing, solver, *ended, evaluations)
 
 

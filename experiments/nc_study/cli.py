@@ -14,14 +14,15 @@ import torch
 from runs.files import locked, prepare_out, write_arrays, write_atomically
 from runs.options import StudyError
 from runs.script import how_to_go_on, told
+from runs.states import write_state
 
 from . import distributed
 from .analysis import last_block_radius, shown_features
 from .config import Settings, parse
 from .data import Source, StudyData, find_source, load
-from .models import ResNet18, choose_kernel, count_parameters
+from .models import ResNet18, choose_kernel, cost, count_parameters
 from .record import KernelChoice
-from .results import network_result, report, run_result
+from .results import difference, network_result, report, run_result
 from .rundir import RunDirectory
 from .training import train
 
@@ -70,7 +71,8 @@ def prepare(settings: Settings) -> None:
         raise StudyError("--compile: torch.compile needs a C++ compiler, and neither CXX, c++, g++ nor clang++ is one")
     torch.set_num_threads(settings.threads)
     cudnn: Any = torch.backends.cudnn
-    cudnn.conv.fp32_precision = "ieee"  # not the default, TF32, which keeps 10 bits of the operands
+    # TF32, the default, keeps 10 bits of the operands.
+    cudnn.conv.fp32_precision = "tf32" if settings.tf32 else "ieee"
     cudnn.deterministic = True
     if settings.device == "cpu":
         torch.use_deterministic_algorithms(True)
@@ -109,7 +111,13 @@ def train_arm(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
 def conclude(settings: Settings, data: StudyData, run: RunDirectory, kernel: KernelChoice, network: ResNet18) -> None:
     """Write the result of a trained network, and features of it."""
     write_arrays(run.features, shown_features(network, data))
-    result = network_result(count_parameters(network), run.epochs, last_block_radius(network, data))
+    parameters = {name for name, _ in network.named_parameters()}
+    state = network.state_dict().items()
+    write_state(run.weights, {name: one.bfloat16() if name in parameters else one for name, one in state})
+    epochs = run.epochs
+    solves = epochs[-1].test_solver
+    spent = cost(network, solves.iterations if solves else None)
+    result = network_result(count_parameters(network), epochs, last_block_radius(network, data), spent)
     run.conclude(run_result(settings, kernel, data.counts, result))
 
 
@@ -123,3 +131,5 @@ def show(runs: Sequence[RunDirectory]) -> None:
     for run in runs:
         print(f"results: {run.path / 'result.json'}")
     print(f"figure:  {runs[-1].figure}")
+    if said := difference(results):
+        print(said)

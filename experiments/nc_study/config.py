@@ -15,10 +15,20 @@ from runs.provenance import multiplies_bf16
 from .shapes import DRAWING
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
-MODELS = ("explicit", "explicit-norm", "once", "deq")
+MODELS = ("explicit", "explicit-norm", "tied", "untied", "deq")
+ONCE = "once"
+"""Model of old records: the cell evaluated once from 0. Its convolutions got no gradient, so no run may have it now."""
 BOTH = ("explicit", "deq")
 ADJOINTS = ("jfb", "implicit", "phantom", "unrolled")
-ARMS = (*MODELS[:-1], *(f"deq-{adjoint}" for adjoint in ADJOINTS))
+CELLS = {"tied": (1, 2, 4, 12), "untied": (2,)}
+ARMS = (
+    *MODELS[:2],
+    ONCE,
+    *(f"{model}-{cells}" for model, numbers in CELLS.items() for cells in numbers),
+    *(f"deq-{adjoint}" for adjoint in ADJOINTS),
+)
+RUNNABLE = tuple(arm for arm in ARMS if arm != ONCE)
+NOT_RUNNABLE = f"--model {ONCE}: only old records have it, its block got no gradient; take --model tied --cells 1"
 IMBALANCE = ("majority", "ratio")
 LARGEST_SEED = 2**63 - 1
 
@@ -91,11 +101,12 @@ class Experiment(Checked):
 
     model: str = option(
         "study",
-        "explicit; explicit-norm: it ends in the DEQ's normalisation; once: the DEQ's cell evaluated once from 0; deq; "
-        "both: explicit and deq, one run each",
+        "explicit; explicit-norm: it ends in the DEQ's normalisation; tied: the DEQ's cell evaluated --cells times "
+        "from z = x; untied: --cells cells of their own weights; deq; both: explicit and deq, one run each",
         "both",
-        choices=("both", *MODELS),
+        choices=("both", *MODELS, ONCE),
     )
+    cells: int = option("network", "evaluations of tied (1, 2, 4, 12), cells of untied (2)", 2, minimum=1)
     majority: int | None = option("study", "tenths of the classes that keep all their images (K_A)", 3, minimum=1)
     ratio: int | None = option("study", "images of a majority class for one of a minority class (R)", 10, minimum=1)
     imbalance: str = option(
@@ -136,7 +147,7 @@ class Experiment(Checked):
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
     tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0, below=1)
     max_iter: int = option("network", "most evaluations of the last block per solve", 20, minimum=1)
-    adjoint: str = option("network", "gradient of the fixed point", "jfb", choices=ADJOINTS)
+    adjoint: str = option("network", "gradient of the fixed point", "implicit", choices=ADJOINTS)
     kernel: str = option(
         "network",
         "implementation of the solver's steps; auto: the fastest here; falls back to an available one",
@@ -172,12 +183,16 @@ class Experiment(Checked):
         "fp32, or bf16 autocast before the last block; auto: bf16 with a GPU, or a CPU with instructions for it",
         choices=("auto", "fp32", "bf16"),
     )
+    tf32: bool = option("machine", "on a GPU, round operands of the last block's convolutions to TF32", False)
     compile: bool = option("machine", "torch.compile everything except the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.test_images < self.classes:
             raise SettingsError(f"--test-images {self.test_images}: at least one of each of {self.classes} classes")
+        if self.cells not in CELLS.get(self.model, (self.cells,)):
+            allowed = " or ".join(map(str, CELLS[self.model]))
+            raise SettingsError(f"--cells {self.cells}: --model {self.model} takes {allowed}")
         if self.study != "cifar_lt":
             if self.imbalance != "step":
                 raise SettingsError(f"--imbalance {self.imbalance}: balanced classes have none")
@@ -200,7 +215,8 @@ class Experiment(Checked):
     @property
     def arm(self) -> str:
         """Name of what is compared: the network and, for a DEQ, its gradient."""
-        return f"deq-{self.adjoint}" if self.model == "deq" else self.model
+        part = self.adjoint if self.model == "deq" else self.cells if self.model in CELLS else None
+        return self.model if part is None else f"{self.model}-{part}"
 
     @property
     def departures(self) -> dict[str, Any]:
@@ -208,7 +224,7 @@ class Experiment(Checked):
         and kernel, which belong to the machine."""
         usual = {spec.name: spec.default for spec in fields(Experiment) if spec.metadata}
         usual |= preset_values(self.preset, self.classes) | {"precision": "fp32"}
-        named = {*IMBALANCE, "model", "adjoint", "preset", "seed", "dataset", "device", "kernel"}
+        named = {*IMBALANCE, "model", "cells", "adjoint", "preset", "seed", "dataset", "device", "kernel"}
         return {name: getattr(self, name) for name in usual if name not in named and getattr(self, name) != usual[name]}
 
     @property
@@ -240,10 +256,12 @@ class Settings(Experiment):
         return Experiment(**values)
 
 
-def arm_options(arm: str) -> dict[str, str]:
+def arm_options(arm: str) -> dict[str, Any]:
     """Options that select an arm (see `Experiment.arm`)."""
-    model, _, adjoint = arm.partition("deq-")
-    return {"model": "deq", "adjoint": adjoint} if adjoint else {"model": model}
+    model, _, part = arm.rpartition("-")
+    if model == "deq":
+        return {"model": model, "adjoint": part}
+    return {"model": model, "cells": int(part)} if model in CELLS else {"model": arm}
 
 
 def settings_from(study: str, **given: Any) -> Settings:
@@ -294,6 +312,8 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
     given = vars(parser.parse_args(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
         parser.error(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
+    if given.get("model") == ONCE:
+        parser.error(NOT_RUNNABLE)
     try:
         return settings_from(study, **given)
     except SettingsError as error:

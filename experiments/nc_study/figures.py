@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 from runs import style
 
@@ -19,6 +20,11 @@ LABELS = {
     "explicit": "explicit",
     "explicit-norm": "explicit, normalised",
     "once": "cell once",
+    "tied-1": "cell once from x",
+    "tied-2": "cell 2 times",
+    "tied-4": "cell 4 times",
+    "tied-12": "cell 12 times",
+    "untied-2": "2 cells",
     "deq-jfb": "DEQ, JFB",
     "deq-implicit": "DEQ, implicit",
     "deq-phantom": "DEQ, phantom",
@@ -35,9 +41,12 @@ def course(results: Sequence[RunResult]) -> bytes:
     return style.png(study_figure({heading: {result.arm: [result.network.curves] for result in results}}))
 
 
-def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
+def study_figure(
+    rows: Mapping[str, Mapping[str, Sequence[Curves]]], printed: Mapping[str, Mapping[str, float]] | None = None
+) -> Figure:
     """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), centred NC2 and NC3 against epoch,
-    from the curves of each seed of each arm. With several seeds, a line is their mean and the band their range."""
+    from the curves of each seed of each arm. With several seeds, a line is their mean and the band their range.
+    `printed`: the paper's overall accuracy by heading and arm."""
     figure, axes = style.panels(len(rows), 4, height=1.9, sharex=True)
     labels = dict(zip(("nc1", *CENTRED), ("NC1", "NC2 centred", "NC3 centred"), strict=True))
     for (accuracy, *others), (text, curves) in zip(axes, rows.items(), strict=True):
@@ -52,6 +61,8 @@ def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
             for axis, (name, label) in zip(others, labels.items(), strict=True):
                 _plot_seeds(axis, arm, seeds, name)
                 axis.set_ylabel(label)
+        for arm, value in (printed or {}).get(text, {}).items():
+            accuracy.axhline(value, color=style.look(arm)["color"], lw=0.8, dashes=(1, 4))
         accuracy.set_ylabel("test accuracy (%)")
         others[0].set_yscale("log")
         style.decimal(others[0].yaxis)
@@ -60,6 +71,8 @@ def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     for group, dash in [*DASHES.items()][1:]:
         axes[-1, -1].plot([], color=style.GREY, ls=dash, label=f"{group} classes")
+    if printed:
+        axes[-1, -1].plot([], color=style.GREY, lw=0.8, dashes=(1, 4), label="the paper's overall accuracy")
     style.legend(figure, 3)
     return figure
 
@@ -74,7 +87,9 @@ def _plot_seeds(axis: Axes, arm: str, seeds: Sequence[Curves], name: str, **more
 PAIRED = {
     "overall": "overall accuracy,\npoints",
     "minority": "minority accuracy,\npoints",
+    "nc1": "NC1, logarithm\nof the ratio",
     "nc2_centered": "NC2 centred",
+    "nc3_centered": "NC3 centred",
 }
 """What `paired_figure` is drawn of, and its labels."""
 
@@ -91,7 +106,7 @@ class Panel:
     ringed: Collection[tuple[str, int]]
 
 
-def paired_figure(rows: Mapping[str, Sequence[Panel]]) -> Figure:
+def paired_figure(rows: Mapping[str, Sequence[Panel]], heading: str) -> Figure:
     """Draw a row of panels for each label, which share an axis: a dot for each seed, the mean and its interval."""
     rows = {label: panels for label, panels in rows.items() if panels}
     columns = max(map(len, rows.values()))
@@ -104,6 +119,7 @@ def paired_figure(rows: Mapping[str, Sequence[Panel]]) -> Figure:
             axis.set_visible(False)
     for axis, panel in zip(axes[0], next(iter(rows.values())), strict=False):
         axis.set_title(f"{panel.title}, less explicit")
+    figure.suptitle(heading, fontweight="bold")
     return figure
 
 
@@ -136,31 +152,44 @@ def _pairs(axis: Axes, panel: Panel, size: float) -> None:
 
 
 def features_figure(
-    features: Mapping[str, tuple[np.ndarray, np.ndarray]], classes: int, majority: int, heading: str
+    features: Mapping[str, tuple[np.ndarray, np.ndarray]], names: Sequence[str], majority: int, heading: str
 ) -> Figure:
-    """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: a t-SNE, and the Gram
-    matrix of the features at unit length. `majority`: how many of the first classes are the majority."""
-    figure, axes = style.panels(2, len(features), height=2.3)
+    """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: a t-SNE, and two Gram
+    matrices of features at unit length. The second one is of features less the mean of the class means.
+
+    `names`: of the classes, or of their tenths; `majority`: how many of the first classes are the majority.
+    """
+    figure, axes = style.panels(3, len(features), height=2.3)
     figure.suptitle(heading, fontweight="bold")
-    for (above, below), (arm, (points, labels)) in zip(axes.T, features.items(), strict=True):
+    for (above, *below), (arm, (points, labels)) in zip(axes.T, features.items(), strict=True):
         above.set_title(LABELS[arm])
-        _embedding(above, points, labels * 10 // classes, majority * 10 // classes)
-        length = np.linalg.norm(points, axis=1, keepdims=True)
-        unit = points / np.where(length > 0, length, 1)
-        # Few colours, so that the file stays small.
-        picture = below.imshow(unit @ unit.T, vmin=-1, vmax=1, cmap=plt.get_cmap("RdBu_r", 33), interpolation="none")
+        classes = int(labels.max()) + 1
         border = np.searchsorted(labels, majority) - 0.5
-        below.axhline(border, color="black", lw=1)
-        below.axvline(border, color="black", lw=1)
-        style.bare(below)
-        below.set(xlabel="image, by class")
+        _embedding(above, points, labels * 10 // classes, majority * 10 // classes, names)
+        centre = np.mean([points[labels == label].mean(0) for label in np.unique(labels)], axis=0)
+        for axis, shifted in zip(below, (points, points - centre), strict=True):
+            picture = _gram(axis, shifted, border)
     axes[1, 0].set_ylabel("image, by class")
-    figure.colorbar(picture, ax=axes[1], label="cosine of two features")
-    style.legend(figure, 10, title="tenth of the classes", handletextpad=0, markerscale=1.6)
+    axes[2, 0].set_ylabel("centred,\nimage, by class")
+    figure.colorbar(picture, ax=axes[1:], label="cosine of two features")
+    style.legend(figure, 5, handletextpad=0, markerscale=1.6)
     return figure
 
 
-def _embedding(axis: Axes, features: np.ndarray, tenths: np.ndarray, majority: int) -> None:
+def _gram(axis: Axes, points: np.ndarray, border: float) -> AxesImage:
+    """Draw the cosines of all pairs of features, with lines between majority and minority."""
+    length = np.linalg.norm(points, axis=1, keepdims=True)
+    unit = points / np.where(length > 0, length, 1)
+    # Few colours, so that the file stays small.
+    picture = axis.imshow(unit @ unit.T, vmin=-1, vmax=1, cmap=plt.get_cmap("RdBu_r", 33), interpolation="none")
+    axis.axhline(border, color="black", lw=1)
+    axis.axvline(border, color="black", lw=1)
+    style.bare(axis)
+    axis.set(xlabel="image, by class")
+    return picture
+
+
+def _embedding(axis: Axes, features: np.ndarray, tenths: np.ndarray, majority: int, names: Sequence[str]) -> None:
     """Draw a reproducible t-SNE, with a colour for each tenth of the classes."""
     from sklearn.manifold import TSNE  # late: it takes seconds, and figures of a run's course do not need it
 
@@ -169,6 +198,6 @@ def _embedding(axis: Axes, features: np.ndarray, tenths: np.ndarray, majority: i
     for tenth, colour in enumerate(style.CLASSES):
         x, y = points[tenths == tenth].T
         marker = "^" if tenth < majority else "v"
-        axis.scatter(x, y, s=10, color=colour, marker=marker, alpha=0.7, lw=0, label=tenth)
+        axis.scatter(x, y, s=10, color=colour, marker=marker, alpha=0.7, lw=0, label=names[tenth])
     axis.set(xticks=[], yticks=[])
     style.bare(axis)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from runs.options import SettingsError
 from runs.provenance import multiplies_bf16
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,7 +15,8 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 import deqfast
 from deqfast import ops
 
-from .config import Settings
+from .config import CELLS, NOT_RUNNABLE, ONCE, Settings
+from .record import Cost
 
 GROUPS = 8
 SOLVERS = {"broyden": deqfast.Broyden, "anderson": deqfast.Anderson, "picard": deqfast.Picard}
@@ -73,17 +75,23 @@ class BasicBlock(nn.Module):
         return self.ending(F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(x)))
 
 
-class Once(nn.Module):
-    """Cell evaluated a single time, from 0, where a solve begins. With a linear cell it is the identity, the first term
-    of the fixed point's series."""
+class Unrolled(nn.Module):
+    """Cells evaluated one after the other, z = f(z, x), `times` in all, differentiated through; one cell is tied.
 
-    def __init__(self, cell: deqfast.ResidualCell) -> None:
+    It starts from z = x. From z = 0 the first convolution sees zeros and ReLU's slope at 0 is 0, so that a cell
+    evaluated once would train neither convolution.
+    """
+
+    def __init__(self, cells: Sequence[deqfast.ResidualCell], times: int) -> None:
         super().__init__()
-        self.cell = cell
+        self.cells, self.times = nn.ModuleList(cells), times
 
     def forward(self, x: Tensor) -> Tensor:
-        """f(0, x)."""
-        return self.cell(torch.zeros_like(x), x)
+        """x (B, C, H, W) to the last z, of the same shape."""
+        z = x
+        for number in range(self.times):
+            z = self.cells[number % len(self.cells)](z, x)
+        return z
 
 
 class ResNet18(nn.Module):
@@ -125,16 +133,21 @@ def widened(tensor: Tensor) -> Tensor:
 def build(settings: Settings) -> ResNet18:
     """Make the network that the settings name, with the initial values of their seed."""
     model = settings.model
+    if model == ONCE:
+        raise SettingsError(NOT_RUNNABLE)
 
     def last(channels: int) -> nn.Module:
         if model.startswith("explicit"):
             block = BasicBlock(channels, channels, ending=model == "explicit-norm")
             nn.init.constant_(block.norm2.weight, settings.scale)
             return block
-        cell = deqfast.ResidualCell(channels, GROUPS, kernel=settings.kernel)
-        nn.init.constant_(cell.norm1.weight, settings.scale)  # x is added before norm2, to the output of this norm
-        if model == "once":
-            return Once(cell)
+        count = settings.cells if model == "untied" else 1
+        cells = [deqfast.ResidualCell(channels, GROUPS, kernel=settings.kernel) for _ in range(count)]
+        for one in cells:
+            nn.init.constant_(one.norm1.weight, settings.scale)  # x is added before norm2, to the output of this norm
+        if model in CELLS:
+            return Unrolled(cells, settings.cells)
+        (cell,) = cells
         solver = SOLVERS[settings.solver](rtol=settings.tol, max_iter=settings.max_iter)
         adjoint = deqfast.Implicit(solver) if settings.adjoint == "implicit" else settings.adjoint
         # On a GPU, finding the samples that still run would wait for the device. The statuses of solves are counted and
@@ -156,6 +169,34 @@ def build(settings: Settings) -> ResNet18:
 def count_parameters(network: nn.Module) -> int:
     """Number of parameters of a network."""
     return sum(one.numel() for one in network.parameters())
+
+
+@torch.no_grad()
+def cost(network: ResNet18, evaluations: float | None) -> Cost:
+    """Count parameters and forward FLOPs per image; `evaluations`: mean of a DEQ's solves, None for other blocks."""
+    last, before = network.last, 2 * network.classifier.weight.numel()
+
+    def count(module: Any, _: object, output: Tensor) -> None:
+        nonlocal before
+        before += _flops(module, output)
+
+    parts = (one for part in (network.stem, network.trunk) for one in part.modules() if isinstance(one, nn.Conv2d))
+    handles = [one.register_forward_hook(count) for one in parts]
+    training = network.training
+    network.eval()
+    x = network.trunk(network.stem(torch.zeros(1, 3, 32, 32).to(network.classifier.weight)))
+    network.train(training)
+    for handle in handles:
+        handle.remove()
+    one = last.cells[0] if isinstance(last, Unrolled) else last
+    evaluation = sum(_flops(module, x) for module in one.modules() if isinstance(module, nn.Conv2d))
+    times = last.times if isinstance(last, Unrolled) else 1
+    return Cost(count_parameters(last), before, evaluation, times if evaluations is None else evaluations)
+
+
+def _flops(convolution: nn.Conv2d, output: Tensor) -> int:
+    """FLOPs of a convolution for an image, of a tensor as large as its output."""
+    return 2 * convolution.weight.numel() * output.shape[2] * output.shape[3]
 
 
 def choose_kernel(requested: str, device: str) -> tuple[str, str]:

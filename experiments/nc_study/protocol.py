@@ -1,9 +1,13 @@
-"""The study's protocol as code: the runs, the trials before them and the claims of experiments/protocol.md."""
+"""The study's protocol as code: the runs, the trials before them and the claims of experiments/protocol.md.
+
+The first half reads what was run under recipe B and before. The second half is the amendment of 2026-11-28, which
+`study.py --protocol` runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,8 @@ from runs.files import read_record
 from runs.options import StudyError
 
 from .config import Experiment, Setting, arm_options
+from .paper import FIGURES, PAPER
 
-ARMS = ("explicit", "explicit-norm", "once", "deq-jfb", "deq-implicit")
 PAIR = ("explicit", "deq-implicit")
 PRESET = "study"
 MACHINE = ("data_root", "threads", "out", "device", "kernel")
@@ -21,8 +25,6 @@ MACHINE = ("data_root", "threads", "out", "device", "kernel")
 
 TUNED = ("lr", "weight_decay", "scale")
 GRID: dict[str, tuple[float, ...]] = dict(zip(TUNED, ((0.03, 0.1, 0.3), (5e-4, 2e-3), (1.0, 0.3)), strict=True))
-TRIAL = {"epochs": 10, "n_majority": 4500, "evaluate": "validation", "test_images": 5000, "metrics_every": 10}
-TRIAL_SEED = 100
 TRIAL_SETTING = Setting("cifar10", 3, 10)
 TUNING = Path(__file__).parents[1] / "results" / "tuning.json"
 
@@ -35,7 +37,7 @@ class Block:
 
     setting: Setting
     seeds: range
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...]
     options: Options = field(default_factory=dict, hash=False)
 
 
@@ -49,7 +51,7 @@ PRECISION_POINTS = 2.0
 
 SEEN, FRESH = range(3), range(3, 6)
 """Seeds seen under the first recipe, and seeds not seen."""
-B_ARMS = tuple(arm for arm in ARMS if arm != "deq-jfb")
+B_ARMS = ("explicit", "explicit-norm", "once", "deq-implicit")
 PRIMARY = (
     _cifar10(3, 10, range(6), B_ARMS),
     _cifar10(3, 100, SEEN, B_ARMS),
@@ -58,23 +60,7 @@ PRIMARY = (
 """Runs of recipe B that decide the verdicts."""
 
 
-def _tuned(lr: float, weight_decay: float, scale: float = 1.0) -> Options:
-    return dict(zip(TUNED, (lr, weight_decay, scale), strict=True))
-
-
-RECIPE_B = _tuned(0.03, 5e-4)
-LIST = (
-    *(_cifar10(*setting, SEEN, B_ARMS, RECIPE_B) for setting in ((3, 100), (5, 100), (3, 10))),
-    _cifar10(3, 10, FRESH, B_ARMS, RECIPE_B),
-    _cifar10(5, 100, SEEN, ("deq-implicit",), _tuned(0.1, 5e-4)),
-    _cifar10(3, 10, range(1), PAIR, {**_tuned(1e-4, 5e-4), "schedule": "constant", "epochs": 100}),
-    *(_cifar10(majority, 100, SEEN, ("deq-jfb",), _tuned(0.1, 5e-4, 0.3)) for majority in (3, 5)),
-    _cifar10(3, 10, SEEN, B_ARMS, {**RECIPE_B, "no_augmentation": True}),
-    _cifar10(None, None, range(1), PAIR, RECIPE_B),
-    Block(Setting("cifar100", 3, 10), range(1), PAIR, RECIPE_B),
-    *(_cifar10(majority, 100, SEEN, ("explicit",), _tuned(0.1, 2e-3)) for majority in (3, 5)),
-)
-"""Runs of the amendments."""
+RECIPE_B = dict(zip(TUNED, (0.03, 5e-4, 1.0), strict=True))
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class Claim:
     control: str
     quantity: str
     expected: str
-    """Direction of the arm, compared with the control: "higher" or "lower"."""
+    """What the arm is, compared with the control: "higher", "lower" or "alike"."""
     source: str
 
 
@@ -132,49 +118,14 @@ class Tuning:
             raise ValueError(f"chosen must have {', '.join(TUNED)} of arms with finite trials")
 
 
-def choose(trials: list[Trial]) -> Tuning:
-    """Choose for every arm the values of the trial with the highest validation accuracy, or the first of several in the
-    grid. Nothing is chosen before all trials are finished, or if none was finite."""
-    complete = len(trials) == len(ARMS) * len(list(product(*GRID.values())))
-    chosen = {}
-    for arm in ARMS if complete else ():
-        finite = [trial for trial in trials if trial.arm == arm and trial.overall is not None]
-        if not finite:
-            raise StudyError(f"no trial of {arm} has a finite loss: the grid must change")
-        chosen[arm] = max(finite, key=lambda trial: trial.overall or 0).values
-    return Tuning(tuple(trials), chosen)
-
-
 def tuning() -> Tuning:
-    """The trials and the values chosen by them; StudyError if the trials are not over."""
-    found = read_record(TUNING, Tuning, "python experiments/study.py --tune makes it")
-    if not found.chosen:
-        raise StudyError(f"{TUNING}: not all trials are finished: python experiments/study.py --tune continues them")
-    return found
+    """The trials of the first recipe and the values chosen by them."""
+    return read_record(TUNING, Tuning, "restore it from the repository")
 
 
 def tuned() -> dict[str, dict[str, float]]:
-    """Values chosen for every arm; raises StudyError if the trials are not finished."""
+    """Values that those trials chose for every arm."""
     return tuning().chosen
-
-
-def trials() -> Iterator[Options]:
-    """Options of every trial, in an order whose every beginning is fair to all arms."""
-    for values in product(*GRID.values()):
-        for arm in ARMS:
-            yield _options(TRIAL_SETTING, TRIAL_SEED, arm) | TRIAL | dict(zip(GRID, values, strict=True))
-
-
-def runs() -> Iterator[Options]:
-    """Options of every run of the amended list in its order, all arms of a seed together."""
-    for block in LIST:
-        for seed in block.seeds:
-            for arm in block.arms:
-                yield _options(block.setting, seed, arm) | block.options
-
-
-def _options(setting: Setting, seed: int, arm: str) -> Options:
-    return {"preset": PRESET, **setting.options, "seed": seed, **arm_options(arm), "precision": "bf16"}
 
 
 def of_first_list(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
@@ -200,3 +151,150 @@ def _is_preset_but_for(experiment: Experiment, values: Mapping[str, float]) -> b
     apart = experiment.departures.keys() - {*TUNED, "precision"}
     preset = experiment.preset == PRESET and experiment.dataset == "cifar10" and not apart
     return preset and all(getattr(experiment, name) == one for name, one in values.items())
+
+
+# The amendment of 2026-11-28.
+
+RATES = (0.01, 0.03, 0.1)
+DECAY, OTHER_DECAY = 5e-4, 2e-3
+NEW_ARMS = ("explicit", "explicit-norm", "tied-2", "tied-4", "tied-12", "untied-2", "deq-implicit", "deq-jfb")
+THREE = ("explicit", "explicit-norm", "deq-implicit")
+TRIED = (Setting("cifar10", 3, 10), Setting("cifar10", 3, 100))
+"""Settings of the trials; each chooses the rates for its ratio."""
+TRIAL = {"epochs": 10, "n_majority": 4500, "evaluate": "validation", "test_images": 5000, "metrics_every": 10}
+TRIAL_SEED = 100
+CHOSEN = TUNING.with_name("rates.json")
+FIRST_FRESH = 10
+"""No run has a seed from here on, except the trials' one."""
+
+MECHANISM = (
+    _cifar10(3, 10, range(10, 16), NEW_ARMS),
+    _cifar10(3, 100, range(10, 22), NEW_ARMS),
+    _cifar10(5, 100, range(10, 22), NEW_ARMS),
+)
+SETTINGS = tuple(Block(setting, range(10, 13), THREE) for setting in PAPER)
+SHOWN = tuple(Setting("cifar10", *one) for settings in FIGURES.values() for one in settings)
+SIZE = tuple(Block(setting, range(10, 13), THREE, {"width": 64, "tf32": True}) for setting in SHOWN)
+PRINTED = tuple(
+    Block(setting, range(10, 11), ("explicit",), {"preset": "paper", **bounds})
+    for setting in (Setting("cifar10"), Setting("cifar10", 3, 100))
+    for bounds in ({}, {"e_w": 0.01, "e_h": 0.01})
+)
+PRINTED_LEAST = 90.0
+"""Overall accuracy in percent, balanced, below which the printed rate is not the paper's."""
+
+_HELPS = "Tables 2-4: does it help?"
+MECHANISM_CLAIMS = (
+    Claim("M1", "deq-implicit", "explicit", "overall", "higher", _HELPS),
+    Claim("M2", "deq-implicit", "explicit-norm", "overall", "higher", "is it the normalisation?"),
+    Claim("M3", "deq-implicit", "tied-4", "overall", "higher", "is it the equilibrium?"),
+    Claim("M4", "deq-implicit", "explicit-norm", "nc2", "alike", "is uncentred NC2 the normalisation's?"),
+    Claim("M5", "tied-2", "untied-2", "overall", "alike", "is it tying?"),
+    Claim("M6", "deq-implicit", "tied-12", "overall", "alike", "is it the gradient, against unrolling?"),
+    Claim("M7", "deq-implicit", "deq-jfb", "overall", "higher", "is it the gradient, against JFB?"),
+    Claim("M8", "deq-implicit", "explicit-norm", "nc1", "lower", "seen under recipe B"),
+    Claim("M9", "deq-implicit", "explicit", "nc3_centered", "higher", "seen under recipe B"),
+)
+SETTINGS_CLAIMS = (
+    Claim("S1", "deq-implicit", "explicit", "overall", "higher", _HELPS),
+    Claim("S2", "deq-implicit", "explicit-norm", "overall", "higher", "is it the normalisation?"),
+    Claim("S3", "deq-implicit", "explicit", "slope", "higher", "the gain grows with imbalance"),
+)
+SIZE_CLAIMS = (
+    Claim("W1", "deq-implicit", "explicit", "overall", "higher", _HELPS),
+    Claim("W2", "deq-implicit", "explicit-norm", "overall", "higher", "is it the normalisation?"),
+)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Trial of a rate, and its validation accuracy (percent, mean over classes); None if its loss was not finite."""
+
+    arm: str
+    ratio: int
+    weight_decay: float
+    lr: float
+    overall: float | None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Finished trials and, once all are finished, the best one of each arm, ratio and decay."""
+
+    trials: tuple[Rate, ...]
+    chosen: tuple[Rate, ...] = ()
+
+    def of(self, arm: str, setting: Setting, weight_decay: float = DECAY) -> float | None:
+        """Rate of an arm in a setting. Balanced classes have the one chosen at R = 10, R = 50 has the one at R = 100.
+        None if nothing is chosen."""
+        wanted = (arm, 10 if setting.ratio in (None, 10) else 100, weight_decay)
+        return next((one.lr for one in self.chosen if (one.arm, one.ratio, one.weight_decay) == wanted), None)
+
+
+def rates() -> Rates:
+    """The trials of rates; without a file there are none."""
+    return read_record(CHOSEN, Rates, "study.py --protocol rates makes it") if CHOSEN.exists() else Rates(())
+
+
+def choose_rates(found: Sequence[Rate]) -> Rates:
+    """Choose for each arm, ratio and decay the rate of the highest accuracy, of equal ones the least. Nothing is chosen
+    before all trials are finished. Raises StudyError if no rate of an arm was finite."""
+    kinds = dict.fromkeys((one.arm, one.ratio, one.weight_decay) for one in found)
+    chosen = []
+    for kind in kinds if len(found) == len([*trials()]) else ():
+        finite = [one for one in found if (one.arm, one.ratio, one.weight_decay) == kind and one.overall is not None]
+        if not finite:
+            raise StudyError(f"no rate of {kind[0]} at R = {kind[1]} has a finite loss: the grid must change")
+        chosen.append(max(sorted(finite, key=lambda one: one.lr), key=lambda one: one.overall or 0))
+    return Rates(tuple(found), tuple(chosen))
+
+
+def trials() -> Iterator[Options]:
+    """Options of every trial, in an order whose every beginning is fair to all arms."""
+    for setting, decay, lr in product(TRIED, (DECAY, OTHER_DECAY), RATES):
+        for arm in NEW_ARMS if decay == DECAY else PAIR:
+            yield _options(setting, TRIAL_SEED, arm) | TRIAL | {"lr": lr, "weight_decay": decay}
+
+
+def runs(part: str) -> Iterator[Options]:
+    """Options of every run of a part in its order: seed by seed, all settings and arms of a seed together. Raises
+    StudyError if the rates that the part needs are not chosen."""
+    blocks = PARTS[part]
+    for seed in sorted({seed for block in blocks for seed in block.seeds}):
+        for block in blocks:
+            for arm in block.arms if seed in block.seeds else ():
+                yield _options(block.setting, seed, arm) | _rate(block, arm) | block.options
+
+
+def _rate(block: Block, arm: str) -> Options:
+    if block.options.get("preset"):
+        return {}
+    decay = block.options.get("weight_decay", DECAY)
+    lr = rates().of(arm, block.setting, decay)
+    if lr is None:
+        raise StudyError(f"no rate of {arm} is chosen: study.py --protocol rates makes the trials")
+    return {"lr": lr, "weight_decay": decay}
+
+
+def _options(setting: Setting, seed: int, arm: str) -> Options:
+    return {"preset": PRESET, **setting.options, "seed": seed, **arm_options(arm), "precision": "bf16"}
+
+
+_OTHER = tuple(replace(one, arms=PAIR, options={"weight_decay": OTHER_DECAY}) for one in MECHANISM)
+PARTS = {
+    "mechanism": MECHANISM,
+    "decay": tuple(replace(one, seeds=range(10, 16)) for one in _OTHER),
+    "settings": SETTINGS,
+    "printed": PRINTED,
+    "size": SIZE,
+}
+"""Runs after the trials, by the name that `study.py --protocol` takes."""
+
+
+def of_own_rate(experiment: Experiment, found: Rates) -> bool:
+    """Return whether a run is of the amendment: a fresh seed on a GPU, with the rate chosen for its arm."""
+    apart = experiment.departures.keys() - {"lr", "weight_decay", "precision", "width", "tf32"}
+    fresh = experiment.seed >= FIRST_FRESH and (experiment.preset, experiment.precision) == (PRESET, "bf16")
+    real = experiment.device == "cuda" and experiment.dataset in ("cifar10", "cifar100")
+    lr = found.of(experiment.arm, experiment.setting, experiment.weight_decay)
+    return fresh and real and not apart and experiment.lr == lr

@@ -26,6 +26,8 @@ MEASURED = (*COLLAPSE, *CENTRED)
 """Metrics of neural collapse that a record has."""
 SOLVED = (*SOLVER_MEANS, "skipped")
 """Columns of the curves of a DEQ."""
+PASSES = ("test", "nc")
+"""Passes with fixed weights, whose solves have columns of their own, such as `test_converged`."""
 LARGEST = 1e100
 """Largest number of a record: reports square numbers and add them."""
 
@@ -115,6 +117,10 @@ class Epoch:
     many: Number = None
     medium: Number = None
     few: Number = None
+    test_solver: SolverSummary | None = None
+    """Solves of the test images; None without an evaluation or a fixed point, and in old records."""
+    nc_solver: SolverSummary | None = None
+    """Solves of the training images of which neural collapse was measured, likewise."""
 
     def __post_init__(self) -> None:
         _check_collapse(self.nc)
@@ -126,6 +132,22 @@ class SpectralRadius:
 
     labels: tuple[int, ...]
     values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters of the last block; forward FLOPs per image of all before it and of one evaluation of it; and the
+    number of evaluations. FLOPs are those of convolutions and the classifier, 2 for a product and its sum."""
+
+    last_parameters: int
+    flops_before: int
+    flops_evaluation: int
+    evaluations: float
+
+    @property
+    def flops(self) -> float:
+        """Forward FLOPs per image of the whole network."""
+        return self.flops_before + self.evaluations * self.flops_evaluation
 
 
 @dataclass(frozen=True)
@@ -141,6 +163,8 @@ class NetworkResult:
     seconds: Seconds
     curves: Curves
     spectral_radius: SpectralRadius | None
+    cost: Cost | None = None
+    """None in old records."""
 
     def __post_init__(self) -> None:
         _check_collapse(self.nc)

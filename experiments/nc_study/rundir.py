@@ -4,6 +4,7 @@
 - epochs.jsonl: one line per finished epoch
 - moments.npz: class means and more at each measurement of neural collapse (see moments.py)
 - last.ckpt: the state after the last finished epoch, replaced atomically
+- weights.ckpt: the final weights, the parameters in bfloat16, so that a later question needs no new run
 - features.npz, result.json, figure.png: written at the end
 - log.txt: what its last attempt printed when study.py ran it
 """
@@ -50,6 +51,7 @@ class RunDirectory:
         self.path = path
         self.features = path / "features.npz"
         self.moments = path / "moments.npz"
+        self.weights = path / "weights.ckpt"
         self.figure = path / "figure.png"
         self.record = path / "result.json"
         self._begun = path / "settings.json"

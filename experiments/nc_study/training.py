@@ -68,11 +68,12 @@ class SolverTally:
 
 @dataclass(frozen=True)
 class Inference:
-    """One pass with fixed weights: predicted and true labels (N,), and features (N, D)."""
+    """One pass with fixed weights: predicted and true labels (N,), features (N, D), and its solves, if it has any."""
 
     predictions: Tensor
     labels: Tensor
     features: Tensor
+    solver: SolverSummary | None = None
 
 
 def usable(solution: deqfast.Solution) -> Tensor:
@@ -131,13 +132,15 @@ class Trainer:
         start = time.perf_counter()
         trained = self.train_epoch(epoch, progress)
         middle = time.perf_counter()
-        due = is_tested(self.settings, epoch)
-        tested = accuracies(self.infer("test"), self.data) if due else dict.fromkeys((*GROUPS, *SHOTS))
+        tested: dict[str, Any] = dict.fromkeys((*GROUPS, *SHOTS))
+        if is_tested(self.settings, epoch):
+            test = self.infer("test")
+            tested = accuracies(test, self.data) | {"test_solver": test.solver}
         end = time.perf_counter()
-        collapse, saved = self.measure_collapse() if is_measured(self.settings, epoch) else (None, None)
+        measured, saved = self.measure_collapse() if is_measured(self.settings, epoch) else ({}, None)
         seconds = (middle - start, end - middle, time.perf_counter() - end)
         spent = Seconds(*(round(part, 3) for part in seconds))
-        return Epoch(epoch=epoch, **trained, **tested, nc=collapse, seconds=spent), saved
+        return Epoch(epoch=epoch, seconds=spent, **trained, **tested, **{"nc": None, **measured}), saved
 
     def train_epoch(self, epoch: int, progress: tqdm[Any]) -> dict[str, Any]:
         """Make one pass over the augmented training images; return its fields of `Epoch`."""
@@ -190,21 +193,26 @@ class Trainer:
     def infer(self, split: str) -> Inference:
         """Make a pass over all samples of "train" or "test", not augmented; every process gets the whole result."""
         self.network.eval()
+        tally = SolverTally(self.data.train_images.device)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for images, labels in self.data.plain(split, EVALUATION_BATCH):
             with autocast(self.settings):
                 output = self.network(images)
+            if output.solution is not None:
+                tally.add(output.solution)
             parts.append((output.logits.argmax(1), labels, output.features))
-        return Inference(*(distributed.gather(torch.cat(column)) for column in zip(*parts, strict=True)))
+        predictions, labels, features = (distributed.gather(torch.cat(one)) for one in zip(*parts, strict=True))
+        return Inference(predictions, labels, features, tally.summary())
 
-    def measure_collapse(self) -> tuple[Collapse, Arrays]:
-        """NC1-NC4 of the training images, not augmented, under fixed weights, and their moments."""
+    def measure_collapse(self) -> tuple[dict[str, Any], Arrays]:
+        """Fields `nc` and `nc_solver` of `Epoch` from the training images, not augmented, under fixed weights; and
+        their moments."""
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
         numbers = {name: one for name, one in result._asdict().items() if isinstance(one, int | float)}
-        collapse = {name: one if math.isfinite(one) else None for name, one in numbers.items()}
-        return collapse, moments(seen.features, seen.labels, weight)
+        collapse: Collapse = {name: one if math.isfinite(one) else None for name, one in numbers.items()}
+        return {"nc": collapse, "nc_solver": seen.solver}, moments(seen.features, seen.labels, weight)
 
 
 def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:

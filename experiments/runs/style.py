@@ -29,9 +29,9 @@ KINDS = {  # colour and marker: beginnings of names, in lower case; the DEQ itse
     (PURPLE, "s"): ("deq-jfb", "deq, jfb", "jfb", "hook"),
     (ORANGE, "P"): ("deq-phantom", "deq from", "diagonal linear deq", "phantom"),
     (BLUE, "o"): ("explicit", "fnn", "diagonal network", "reversible", "anderson"),
-    (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "neumann", "picard", "plain"),
+    (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "neumann", "picard", "plain", "untied"),
     (SKY, "v"): ("explicit-norm", "shine"),
-    (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled"),
+    (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled", "tied"),
     (BLACK, ""): ("recording",),
 }
 

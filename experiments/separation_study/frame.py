@@ -99,11 +99,17 @@ class Experiment:
 
 
 def of_module(
-    module: str, title: str, quick: Any, full: Any, files: Callable[[Any], Mapping[str, bytes]] | None = None
+    module: str,
+    title: str,
+    quick: Any,
+    full: Any,
+    files: Callable[[Any], Mapping[str, bytes]] | None = None,
+    long: Any = None,
 ) -> Experiment:
-    """Make the experiment of a module of this package: its name, `Result`, `units`, `measure` and `section`."""
+    """Make the experiment of a module of this package: its name, `Result`, `units`, `measure` and `section`. Only an
+    experiment with sizes of preset `long` takes part in it."""
     of: Any = sys.modules[module]
-    name, sizes = module.rpartition(".")[2], {"quick": quick, "full": full}
+    name, sizes = module.rpartition(".")[2], {"quick": quick, "full": full} | ({"long": long} if long else {})
     return Experiment(name, title, sizes, of.Result, of.units, of.measure, of.section, files)
 
 

@@ -96,10 +96,10 @@ class Course:
     @property
     def note(self) -> str:
         """Note of a report."""
-        return (
-            f"Each network is trained by Adam for {self.steps} steps of {self.batch} fresh samples, once with each "
-            "learning rate. The rate is chosen on validation samples."
-        )
+        text = f"Each network is trained by Adam for {self.steps} steps of {self.batch} fresh samples, "
+        if len(self.rates) == 1:
+            return f"{text}with a rate of {self.rates[0]:g}, which was not chosen for any of them."
+        return f"{text}once with each learning rate. The rate is chosen on validation samples."
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from tqdm import tqdm
 from .claims import Comparison, compare
 from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit, of_module
 
-DRAWN_ARMS = ("explicit", "once", "deq-implicit")
-CONTROLS = ("explicit", "explicit-norm", "once")  # what a DEQ is compared with
+DRAWN_ARMS = ("explicit", "tied-1", "deq-implicit")
+CONTROLS = ("explicit", "explicit-norm", "once", "tied-1")  # what a DEQ is compared with
 OTHER_SEED = 10**6  # added to a run's seed for random weights
 SURVIVES = 0.5  # mean rank correlation with the maps of random weights, above which maps show nothing
 RANDOM = ", random"  # suffix of the names of measurements under random weights

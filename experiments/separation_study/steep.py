@@ -230,8 +230,9 @@ def _shares(found: list[Result]) -> tuple[float, float]:
 
 
 def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
-    figure, axes = style.panels(2, len(SAMPLINGS), sharex=True, sharey="row")
-    for column, sampling in zip(axes.T, SAMPLINGS, strict=True):
+    samplings = [sampling for sampling in SAMPLINGS if any(task.endswith(sampling) for task in tasks)]
+    figure, axes = style.panels(2, len(samplings), sharex=True, sharey="row")
+    for column, sampling in zip(axes.T, samplings, strict=True):
         chosen = {int(task.split("-")[0][1:]): seeds for task, seeds in tasks.items() if task.endswith(sampling)}
         for kinds in zip(*(zip(*seeds, strict=True) for seeds in chosen.values()), strict=True):
             name = kinds[0][0].name
@@ -254,4 +255,5 @@ STEEP = of_module(
     "Steep function",
     quick=Sizes((6, 12, 20), Course(120, 128, (0.003, 0.01), 2), 1),
     full=Sizes((6, 12, 20), Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
+    long=Sizes((6, 8, 10, 12, 14, 16, 18, 20), Course(20_000, 128, (0.003,), 8), 5),
 )

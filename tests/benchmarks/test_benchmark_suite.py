@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from correctness import norm_states
-from harness import cases, maps, ops, suite, targets, timing, traffic
+from harness import by_hand, cases, counters, maps, ops, suite, targets, timing, traffic
 from harness.entry import Case, Contender, Skipped, Wrong, check
 from harness.record import RESULTS, read_record
-from harness.solves import FC_ITERATIONS
+from harness.solves import FC_ITERATIONS, solver_name
 
 import deqfast
 from deqfast.ops import Kernel
@@ -25,8 +25,7 @@ QUICK = {"rounds": 1, "seconds": 0.1}
 
 def test_a_graph_holds_the_tensors_that_its_calls_work_on(monkeypatch):
     """Without them, a replay would use memory that belongs to others by then."""
-    monkeypatch.setattr(timing.cuda_graph, "aside", lambda work: work())
-    monkeypatch.setattr(timing.cuda_graph, "capture", lambda works: [SimpleNamespace(replay=None)])
+    monkeypatch.setattr(timing, "captured", lambda work: SimpleNamespace(replay=work()))
     tensor = torch.zeros(3)
     held = weakref.ref(tensor)
     graph = timing.Graph([partial(tensor.add_, 1)])
@@ -38,7 +37,7 @@ class TestTraffic:
     @pytest.mark.parametrize(
         ("solver", "evaluations", "provider", "passes"),
         [
-            (deqfast.Picard(), 20, "cpp", 3 * 19),
+            (deqfast.Picard(), 20, "cpp", 4 * 19 + 1),
             (deqfast.Anderson(), 20, "cpp", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),  # windows of 0 to 5 pairs, then 6
             (deqfast.Anderson(history_dtype=BF16), 20, "cpp", 7 + 8 + 9 + 10 + 11 + 12 + 13 * 13),
             (deqfast.Anderson(history_dtype=BF16), 20, "torchdeq", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),
@@ -49,7 +48,7 @@ class TestTraffic:
         ],
     )
     def test_a_solve(self, solver, evaluations, provider, passes):
-        """The last evaluation is read, with its z, and no step follows."""
+        """The last evaluation is read, with its z, and no step follows. Picard keeps every iterate."""
         assert traffic.solve_passes(solver, evaluations, provider) == passes + 2
 
     def test_others(self):
@@ -207,6 +206,17 @@ def test_what_becomes_of_wrong_and_absent_providers(copy):
     assert "ms" not in board.rows[0] and "ms" in measured(case, copy, providers)["torch"]
 
 
+@pytest.mark.parametrize("solver", [cases.SOLVERS[0], cases.SOLVERS[1], cases.SOLVERS[3]], ids=solver_name)
+def test_a_loop_by_hand_makes_the_same_evaluations_without_a_wait(solver):
+    """So that a GPU can capture it."""
+    f, loop = maps.FullyConnected(3, 64), by_hand.loop_of(solver)
+    z0 = torch.zeros_like(f.c)
+    residual, calls = f.residual(loop(f, z0)), f.calls
+    ours = f.residual(deqfast.solve(f, z0, solver).value)
+    assert calls == f.calls - calls == cases.ITERATIONS and residual < 2 * ours  # whose value is the last argument of f
+    assert counters.count(lambda g: loop(g, z0), f, "cpu").host_waits == 0
+
+
 def test_in_turns_takes_turns():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "ab"}
@@ -226,8 +236,7 @@ def test_in_turns_gives_up_rounds_but_not_the_fewest():
 
 def test_kernels_on_a_gpu_take_turns_among_buffers_and_what_has_a_host_keeps_it(monkeypatch):
     made, event = [], SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 60.0)
-    graphs = {"aside": lambda work: work(), "capture": lambda works: [SimpleNamespace(replay=work) for work in works]}
-    monkeypatch.setattr(timing, "cuda_graph", SimpleNamespace(**graphs))
+    monkeypatch.setattr(timing, "captured", lambda work: work() or SimpleNamespace(replay=work))
     monkeypatch.setattr(torch.cuda, "Event", lambda **given: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(suite, "buffers", lambda nbytes: 3)
@@ -251,6 +260,11 @@ def test_gains():
     assert "gains" not in rows[0]  # torchdeq's time is too short compared with f's
     suite.compare(NAMED["solves", name], rows)
     assert rows[0]["gains"] == {"torchdeq": 5} and "gains" not in rows[1]
+    for device, own in (("cpu", {"solver_ms", "floor_ms", "floor_x"}), ("cuda", set())):  # nothing is subtracted there
+        row = {"bytes": 10, "device_ms": 3.0, "evaluations": 2}
+        suite.add_times(row, {"whole": [5e-3, 4e-3], "f": [1e-3]}, 1e9, device)
+        assert (row["ms_min"], row["f_ms"], row["share_of_f"], row["busy"]) == (4.0, 1.0, 3.0, 0.75)
+        assert row.keys() & {"solver_ms", "floor_ms", "floor_x"} == own
 
 
 @pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq"])

@@ -88,7 +88,7 @@ def test_rows_have_evaluations_residuals_and_differences(clone):
     assert min(theirs["ms"], ours["ms"], theirs["forward_ms"], ours["forward_ms"]) > 0 and ours["rounds"] == 2
     assert ours["source"] == f"me/toy@{models.COMMITS['me/toy']}" and torch.get_default_dtype() == torch.float32
     folder = clone / "zoo"
-    with models.on_the_cpu(torch.float64):
+    with models.on_device("cpu", torch.float64):
         one, other = (models.built(toy(solver), folder, OURS) for solver in ("fixed_point_iter", "broyden"))
         twice = [models.watched_step(one) for _ in range(2)]
         assert models.watched_step(other)["evaluations"] < twice[0]["evaluations"]

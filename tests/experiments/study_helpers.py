@@ -17,7 +17,6 @@ import pytest
 import torch
 from nc_study.config import Settings, parse, settings_from
 from nc_study.data import Source, StudyData, class_sizes, load
-from nc_study.protocol import ARMS, TUNED, Trial, trials
 from nc_study.record import Epoch, KernelChoice, RunResult, Seconds, SolverSummary, SpectralRadius
 from nc_study.results import network_result, run_result
 from torch.utils._pytree import tree_flatten
@@ -160,20 +159,10 @@ def made_up_result(settings: Settings, shift: float = 1.0, **given: Any) -> RunR
 
 
 MADE_UP = {"preset": "quick", "dataset": "cifar10", "device": "cpu", "epochs": 4, "threads": 1, "precision": "fp32"}
-MADE_UP |= {"model": "deq"}
+MADE_UP |= {"model": "deq", "adjoint": "jfb"}
 
 
 def made_up_settings(study: str = "cifar_lt", **given: Any) -> Settings:
     """Settings of a short run; its number of epochs must be even. `device` may be "cuda" without a GPU."""
     settings = settings_from(study, **{**MADE_UP, **given, "device": "cpu"})
     return replace(settings, device=given.get("device", "cpu"))
-
-
-def made_up_trials(best: int) -> list[Trial]:
-    """All trials, in which `best` of its arm's twelve is the best; the first of an arm has no finite loss."""
-    found = []
-    for number, options in enumerate(trials()):
-        arm = settings_from("cifar_lt", device="cpu", **options).arm
-        overall = None if number < len(ARMS) else 50.0 + (number // len(ARMS) == best)
-        found.append(Trial(arm, *(options[name] for name in TUNED), overall))
-    return found

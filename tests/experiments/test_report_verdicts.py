@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from itertools import count, product
 
@@ -9,10 +11,11 @@ import numpy as np
 import pytest
 from nc_study import protocol
 from nc_study.config import arm_options
-from nc_study.protocol import B_ARMS, CLAIMS, PRIMARY, RECIPE_B
+from nc_study.protocol import B_ARMS, CLAIMS, PRIMARY, RECIPE_B, Rate, Rates
+from nc_study.reporting import power
 from nc_study.reporting.report import SOLVED, facts, findings
 from nc_study.reporting.runs import collect, gpu_less_cpu
-from nc_study.reporting.tables import same_values_rows, verdict_rows
+from nc_study.reporting.tables import printed_rate, same_values_rows, verdict_rows
 from nc_study.reporting.verdicts import (
     CONTRADICTED,
     EQUAL,
@@ -20,18 +23,24 @@ from nc_study.reporting.verdicts import (
     POWER,
     SUPPORTED,
     Estimate,
+    Judgement,
+    Part,
+    answer,
     conclusions,
     estimate,
     holm,
     judge,
+    parts,
     precision_check,
     shown,
     sign_flip,
     verdicts,
 )
+from nc_study.rundir import RunDirectory
 from scipy import stats
-from study_helpers import SOLVER, made_up_epoch
+from study_helpers import SOLVER, made_up_epoch, made_up_result, made_up_settings
 
+JUDGED = ("mechanism", "settings", "size")
 ONE, OTHER = [0.4, 1.1, -0.3, 2.0], [1.2, 0.1, 0.9]
 
 
@@ -231,7 +240,7 @@ def test_the_check_of_the_precision(write, monkeypatch):
 
 def test_the_confound_is_shown_by_runs_that_differ_only_in_the_arm(write, monkeypatch):
     """The DEQ is 3 points ahead as tuned; explicit runs with its values are 2 points below those as tuned."""
-    first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in protocol.ARMS}
+    first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in (*B_ARMS, "deq-jfb")}
     monkeypatch.setattr(protocol, "tuned", lambda: first)
     monkeypatch.setattr("study_helpers.made_up_epoch", lower_at_a_large_rate)
     monkeypatch.setattr("conftest.made_up_epoch", lower_at_a_large_rate)
@@ -256,7 +265,7 @@ def lower_at_a_large_rate(number, settings, shift=1.0):
 
 def test_recipes_and_devices_are_never_in_one_estimate(write, monkeypatch):
     """Runs of the explicit network that differ only in the device form two groups, and check the device."""
-    first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in protocol.ARMS}
+    first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in (*B_ARMS, "deq-jfb")}
     monkeypatch.setattr(protocol, "tuned", lambda: first)
     cpu = {"device": "cpu"}
     runs = [(1.0, {**arm_options(arm), **first[arm], "seed": seed, **cpu}) for seed, arm in product(range(2), first)]
@@ -286,3 +295,109 @@ def test_a_run_of_other_values_is_none_of_the_protocols(write, monkeypatch):
     tuned = [sorted(run.path.name for run in group.finished) for group in groups if group.tuned]
     assert sorted(tuned) == [["run0"], ["run2"]] and not any(group.recipe_b for group in groups)
     assert [group.first_recipe for group in groups] == [True] + [False] * (len(groups) - 1)
+
+
+@pytest.mark.parametrize("pairs", [30, 5])
+def test_signs_of_many_pairs_are_flipped_exactly(pairs):
+    """If all pairs but the first are 0, half of the flips are as far; if all are equal, two are."""
+    assert sign_flip([[1.0] + [0.0] * (pairs - 1)]) == 1
+    assert sign_flip([[0.1] * pairs]) == 2 / 2**pairs
+
+
+def test_a_common_variance_is_the_pooled_one():
+    """Deviations 1 and 3 of three and two pairs: variance (2 * 1 + 1 * 9) / 3, with three degrees of freedom."""
+    found = estimate([[0.0, 1.0, 2.0], [-(4.5**0.5), 4.5**0.5]], common=True)
+    assert (found.mean, found.freedom) == (0.5, 3)
+    assert found.error == pytest.approx((11 / 3 * (1 / 3 + 1 / 2)) ** 0.5 / 2)
+
+
+@pytest.mark.parametrize(
+    ("interval", "p_different", "p_equal", "verdict"),
+    [(1.5, 0.01, 0.9, CONTRADICTED), (0.5, 0.01, 0.9, OPEN), (0.1, 0.9, 0.01, SUPPORTED), (0.1, 0.9, 0.2, OPEN)],
+)
+def test_what_is_expected_alike(interval, p_different, p_equal, verdict):
+    """Contradicted only if the whole interval is outside the band of 1."""
+    found = Estimate(interval + 0.2, 0.2 / stats.t.ppf(0.975, 20), 20)
+    assert judge("alike", found, p_different, p_equal, 1.0) == verdict
+
+
+@pytest.fixture
+def of_parts(tmp_path, monkeypatch):
+    """Write a run of each arm, setting and seed (two) of a part, the DEQ ahead by `gain(setting, seed)`: all groups."""
+    every = tuple(Rate(arm, ratio, 5e-4, 0.01, 50.0) for arm in protocol.NEW_ARMS for ratio in (10, 100))
+    monkeypatch.setattr(protocol, "rates", lambda: Rates((), every))
+    kept = {name: tuple(replace(one, seeds=range(10, 12)) for one in protocol.PARTS[name]) for name in JUDGED}
+    for name in JUDGED:
+        monkeypatch.setitem(protocol.PARTS, name, kept[name])
+
+    def finish(part, gain):
+        for block, seed in product(kept[part], range(10, 12)):
+            for arm in block.arms:
+                given = {**arm_options(arm), **block.setting.options, "seed": seed, "lr": 0.01, "device": "cuda"}
+                given |= {"preset": "study", "precision": "bf16", "epochs": 30, **block.options}
+                given |= {"n_majority": 50_000 // block.setting.classes}
+                settings = made_up_settings(block.setting.study, **given)
+                run = RunDirectory(tmp_path / settings.run_name)
+                run.path.mkdir()
+                run.conclude(made_up_result(settings, gain(block.setting, seed)))
+        return collect([tmp_path]).groups
+
+    return finish
+
+
+def test_the_mechanism_is_judged_by_flips_of_signs_and_a_common_variance(of_parts):
+    """Six pairs per claim cannot pass Holm's first level, 2 / 64 * 9; eight of nine claims have the same pairs."""
+    mechanism, settings, size = parts(of_parts("mechanism", lambda setting, seed: 2.0 + seed / 100))
+    assert (
+        (mechanism.done, mechanism.needed) == (48, 48) and not settings.judged and settings.done == 18 < settings.needed
+    )
+    assert {one.claim.name: one.p for one in mechanism.judged}["M1"] == 9 * 2 / 64
+    assert mechanism.converged == 0 and answer(mechanism) == "It is not shown that a DEQ helps under imbalance."
+    assert answer(settings).startswith("No verdict: 18 of the 120 runs") and not size.judged
+
+
+def test_all_settings_are_judged_by_their_means_and_the_slope_in_log_r(of_parts):
+    """The DEQ's gain is 1 point at R = 10 and rises by 3 points per decade, more or less by the seed."""
+    gain = lambda setting, seed: 1.0 + (seed - 10.5) / 10 + 3 * math.log10((setting.ratio or 10) / 10)  # noqa: E731
+    _, settings, _ = parts(of_parts("settings", gain))
+    found = {one.claim.name: one for one in settings.judged}
+    assert found["S1"].verdict == found["S3"].verdict == SUPPORTED
+    assert found["S3"].found.mean == pytest.approx(3) and found["S3"].found.freedom == 6 * 2 - 1
+    assert found["S1"].found.mean == pytest.approx(1 + 3 * (math.log10(5) + 1) / 3) and found["S1"].found.freedom == 17
+
+
+@pytest.mark.parametrize(
+    ("verdicts_of", "said"),
+    [
+        ((SUPPORTED,) * 3, "A DEQ helps"),
+        ((SUPPORTED, EQUAL, OPEN), "does not help"),
+        ((SUPPORTED, OPEN, OPEN), "not shown"),
+    ],
+)
+def test_a_deq_helps_only_if_it_beats_all_three(verdicts_of, said):
+    names = zip(("M1", "M2", "M3"), verdicts_of, strict=True)
+    claims = {claim.name: claim for claim in protocol.MECHANISM_CLAIMS}
+    found = [Judgement(claims[name], verdict, None, 0.0, "", 0.0) for name, verdict in names]
+    assert said in answer(Part("mechanism", 1, 1, found, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("shift", "said"), [(40.0, "83.75 % .* is not the paper's"), (50.0, "93.75 % .* is the paper's")]
+)
+def test_the_printed_rate_is_the_papers_from_90_percent_on(made_up, shift, said):
+    path = made_up("p", study="cifar_balanced", preset="paper", model="explicit", seed=10, epochs=4, device="cuda")
+    groups = collect([path.parent]).groups
+    (network,) = groups[0].networks(groups[0].settings[0], "explicit").values()
+    better = replace(network.accuracy, overall=replace(network.accuracy.overall, mean=43.75 + shift))
+    run = RunDirectory(path)
+    run.conclude(replace(run.result, network=replace(network, accuracy=better)))
+    assert re.search(said, printed_rate(collect([path.parent]).groups)) and printed_rate([]).startswith("Not yet run")
+
+
+def test_the_power_is_of_the_registered_pairs(monkeypatch):
+    """An effect far above the deviations is always seen, and none is seen as rarely as the level says."""
+    monkeypatch.setattr(power, "DRAWS", 40)
+    assert [len(one) for one in next(power.drawn([1.0] * 3, 0.0))] == [6, 12, 12]
+    assert power.found([0.1] * 3, 1.0, 0.05 / 9) == 1 and power.found([1.0] * 3, 0.0, 0.05) < 0.3
+    low = power.detectable([1.0] * 3, 0.05)
+    assert power.found([1.0] * 3, low, 0.05) >= POWER > power.found([1.0] * 3, 0.5 * low, 0.05)

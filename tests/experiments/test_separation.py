@@ -349,16 +349,40 @@ def verdicts_of(page):
     return {claim: verdict for claim, verdict in found.items() if verdict in (HOLDS, FAILS, OPEN)}
 
 
-def test_what_is_committed_is_what_the_records_say():
-    folder = Path(separation.__file__).parent / "results/separation/full"
+@pytest.mark.parametrize(("preset", "least"), [("full", 20), ("long", 5)])
+def test_what_is_committed_is_what_the_records_say(preset, least):
+    folder = Path(separation.__file__).parent / "results/separation" / preset
     reported, claims = verdicts_of(folder / "report.md"), {}
-    of_runs = frame.of_records(folder, "full", saliency.SALIENCY)
+    of_runs = frame.of_records(folder, preset, saliency.SALIENCY)
     for experiment in (sawtooth.SAWTOOTH, steep.STEEP, gotu.GOTU, diagonal.DIAGONAL, heatmap.HEATMAP, of_runs):
-        records = {job.unit: job.record.result for job in frame.jobs_of(folder, experiment, "full")}
-        section = experiment.section(experiment.sizes["full"], records)
-        claims |= {claim.claim: claim.verdict for claim in section.claims}
-        plt.close("all")  # which a report does when it saves them
-    assert len(claims) > 20 and claims.items() <= reported.items()
+        if preset in experiment.sizes:
+            jobs = [job for job in frame.jobs_of(folder, experiment, preset) if job.finished or preset == "full"]
+            section = experiment.section(experiment.sizes[preset], {job.unit: job.record.result for job in jobs})
+            claims |= {claim.claim: claim.verdict for claim in section.claims}
+            plt.close("all")  # which a report does when it saves them
+    assert len(claims) > least and claims.items() <= reported.items()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--preset long --experiment gotu", "--preset long: only for sawtooth, steep, not gotu"),
+        ("--preset long --audio .", "--preset long: it takes neither --audio nor --runs"),
+        ("--task k5,k7", "k7 is none of k1, k3, k5, k10"),
+    ],
+)
+def test_what_a_preset_does_not_have_is_an_error(arguments, said, tmp_path, capsys):
+    assert separation.main([*arguments.split(), "--out", str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_chosen_tasks_of_a_seed_come_before_the_next_seed(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(separation, "run_all", lambda jobs, _: begun.extend(jobs) or {})
+    assert separation.main(["--preset", "long", "--task", "d20-concentrated,k5", "--out", str(tmp_path)]) == 0
+    assert [str(job.unit) for job in begun[:3]] == ["k5-seed0", "d20-concentrated-seed0", "k5-seed1"] and len(
+        begun
+    ) == 10
 
 
 def test_sections_are_written_again_from_records_and_others_stay(small, tmp_path):

@@ -80,7 +80,7 @@ def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypa
     (unit,) = pickle.loads(pickle.dumps(experiment)).units(TINY)  # as other processes get it
     record = frame.Job(tmp_path / "out" / "quick", experiment, "quick", unit).record
     runs = {run.result.arm: run for run in map(RunDirectory, tmp_path.glob("shapes-*"))}
-    assert record.result.images == 20 and [arm.name for arm in record.result.arms] == ["explicit", "deq-jfb"]
+    assert record.result.images == 20 and [arm.name for arm in record.result.arms] == ["explicit", "deq-implicit"]
     for arm in record.result.arms:
         network, _ = saliency.load_run(runs[arm.name].path, tmp_path)
         torch.testing.assert_close(network.state_dict(), runs[arm.name].restore()["network"], rtol=0, atol=0)

@@ -7,8 +7,9 @@ import torch
 from correctness import rounding
 from nc_study import models
 from nc_study.analysis import spectral_radius
-from nc_study.config import MODELS, settings_from
-from nc_study.models import Conv2d, build, choose_kernel, project
+from nc_study.config import CELLS, MODELS, RUNNABLE, arm_options, settings_from
+from nc_study.models import Conv2d, build, choose_kernel, cost, project
+from runs.options import SettingsError
 from study_helpers import shapes_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,20 +40,55 @@ def test_initial_weights_depend_only_on_the_seed_and_networks_differ_only_in_the
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.classifier.weight, other.classifier.weight)
     deq = one.state_dict()
-    for model in MODELS[:-1]:
-        state = make(model, width=1).state_dict()
+    for arm in RUNNABLE:
+        state = make(**arm_options(arm), width=1).state_dict()
         shared = {name for name in state if not name.startswith("last.")}
         assert shared == {name for name in deq if not name.startswith("last.")}
         assert all(torch.equal(state[name], deq[name]) for name in shared)
 
 
 def test_what_stands_between_the_explicit_network_and_the_deq():
-    """`once` is the first evaluation of the DEQ's solve, `explicit-norm` the explicit block before a normalisation."""
+    """`explicit-norm` is the explicit block before a normalisation, `tied` the DEQ's cell, `untied` has two of them."""
     x = torch.randn(3, 8, 4, 4)
-    explicit, norm, once, deq = (make(model, width=1, scale=0.3).eval().last for model in MODELS)
+    arms = ("explicit", "explicit-norm", "tied-1", "tied-2", "untied-2", "deq-implicit")
+    explicit, norm, once, tied, untied, deq = (make(**arm_options(arm), width=1, scale=0.3).eval().last for arm in arms)
     units = rounding(torch.float32)
     torch.testing.assert_close(norm(x), torch.nn.functional.group_norm(explicit(x), 8), rtol=units, atol=units)
-    torch.testing.assert_close(once(x), deq.cell(torch.zeros_like(x), x), rtol=0, atol=0)
+    first, second = untied.cells
+    assert torch.equal(once(x), deq.cell(x, x)) and torch.equal(tied(x), deq.cell(deq.cell(x, x), x))
+    assert torch.equal(untied(x), second(deq.cell(x, x), x)) and not torch.equal(untied(x), first(first(x, x), x))
+
+
+@pytest.mark.parametrize("arm", RUNNABLE)
+def test_every_parameter_of_every_arm_moves(arm):
+    """A step without decay changes each; a block that a start from z = 0 leaves untrained would be seen. Width 2: with
+    a channel to each group of the last normalisation the mean over the pixels would be its bias."""
+    network = make(**arm_options(arm), width=2)
+    before = {name: one.detach().clone() for name, one in network.named_parameters()}
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.nn.functional.cross_entropy(network(images).logits, torch.arange(8)).backward()
+    torch.optim.SGD(network.parameters(), 1.0).step()
+    assert [name for name, one in network.named_parameters() if torch.equal(one, before[name])] == []
+
+
+def test_an_arm_costs_what_its_convolutions_do():
+    """At width 1 the last block has 8 channels on 4 x 4 pixels: a convolution takes 2 * 9 * 8 * 8 * 16 operations."""
+    convolution = 2 * 9 * 8 * 8 * 16
+    explicit, tied, untied = (
+        cost(make(**arm_options(arm), width=1), None) for arm in ("explicit", "tied-4", "untied-2")
+    )
+    assert {one.flops_evaluation for one in (explicit, tied, untied)} == {2 * convolution}
+    assert [one.evaluations for one in (explicit, tied, untied)] == [1, 4, 2]
+    assert untied.last_parameters == 2 * tied.last_parameters
+    deq = cost(make("deq", width=1), 12.5)
+    assert deq.last_parameters == tied.last_parameters and deq.flops == tied.flops + 8.5 * 2 * convolution
+
+
+def test_the_cell_from_zero_is_only_read_from_old_records():
+    with pytest.raises(SettingsError, match="--model once: .* take --model tied --cells 1"):
+        make("once")
+    with pytest.raises(SettingsError, match="--cells 3: --model untied takes 2"):
+        make("untied", cells=3)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +108,13 @@ def test_the_deq_network_takes_its_settings(solver, adjoint):
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
-@pytest.mark.parametrize("model", ["explicit", "explicit-norm", "once", "deq"])
+@pytest.mark.parametrize("model", MODELS)
 def test_the_scale_is_the_gain_of_the_branch_that_is_added_to_the_input(model):
     """A norm that follows removes the gain, so it must be on the branch to which the input is added."""
     branches, x = [], torch.randn(3, 8, 4, 4)
     for scale in (1.0, 0.25):
         block = make(model, width=1, scale=scale).eval().last
-        block = getattr(block, "cell", block)
+        block = block.cells[0] if model in CELLS else getattr(block, "cell", block)
         last = block.norm2 if model.startswith("explicit") else block.conv2
         last.register_forward_hook(lambda *call: branches.append(call[-1]))
         block(*[x] * (1 if model.startswith("explicit") else 2))

@@ -15,7 +15,7 @@ from study_helpers import folder_of
 UNIT = 2.0**-24  # rounding to float32
 
 
-@pytest.mark.parametrize("model", ["explicit", "once"])
+@pytest.mark.parametrize("model", ["explicit", "tied"])
 def test_what_is_saved_is_of_the_measured_epochs(study, tmp_path, model):
     assert study("--model", model)[0] == 0
     folder = tmp_path / folder_of(model=model)

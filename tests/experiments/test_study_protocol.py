@@ -3,118 +3,114 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 
-import msgspec
 import pytest
 import study as script
 from nc_study import protocol
-from nc_study.config import CLASSES, settings_from
-from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, RECIPE_B, TUNED, choose, counts, runs, trials, tuned
+from nc_study.config import settings_from
+from nc_study.protocol import CLAIMS, PRIMARY, RECIPE_B, TRIED, Rate, choose_rates, counts, of_own_rate, runs, trials
 from nc_study.reporting.verdicts import BANDS
-from nc_study.rundir import RunDirectory
 from nc_study.scheduler import plan
 from runs.files import to_json
-from runs.options import StudyError
-from study_helpers import EXPERIMENTS, made_up_result, made_up_trials
+from study_helpers import EXPERIMENTS, made_up_result
 
 
-def preregistered():
-    """The rows of the protocol's list of runs."""
-    text = (EXPERIMENTS / "protocol.md").read_text().split("## Amendment of 2026-11-26", 1)[1]
+def rows_of(heading):
+    """The rows of the first table below a heading of the protocol, as entries."""
+    text = (EXPERIMENTS / "protocol.md").read_text().split(heading, 1)[1]
     rows = re.search(r"^\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1].splitlines()
     return [[entry.strip() for entry in line.strip("|").split("|")] for line in rows]
 
 
 def test_primary_runs_count_on_a_gpu():
-    assert {claim.quantity for claim in CLAIMS} == BANDS.keys()
     assert [(one.setting.imbalance, *one.seeds) for one in PRIMARY] == [
         ("(3,7) R = 10", 0, 1, 2, 3, 4, 5),
         ("(3,7) R = 100", 0, 1, 2),
         ("(5,5) R = 100", 0, 1, 2),
     ]
     assert sum(len(block.seeds) * len(block.arms) for block in PRIMARY) == 48
-    listed = [task.settings for task in plan(runs(), {"device": "cpu"})]
-    assert not any(map(counts, listed)), "runs on a CPU do not count"
-    counted = [counts(replace(one, device="cuda")) for one in listed]
-    assert counted == [True] * 48 + [False] * (len(listed) - 48)
-    assert GRID == {"lr": (0.03, 0.1, 0.3), "weight_decay": (5e-4, 2e-3), "scale": (1.0, 0.3)}
+    given = {**PRIMARY[0].setting.options, **RECIPE_B, "preset": "study", "model": "explicit", "precision": "bf16"}
+    one = settings_from("cifar_lt", device="cpu", **given)
+    assert [counts(replace(one, device=device)) for device in ("cpu", "cuda")] == [False, True]
 
 
-def test_the_list_of_runs_is_the_preregistered_one(tmp_path):
-    listed = [task.settings for task in plan(runs(), {"device": "cpu", "out": str(tmp_path)})]
-    assert {(one.preset, one.precision, one.threads, one.evaluate, one.width) for one in listed} == {
-        ("study", "bf16", 1, "test", 16)
-    }
-    expected = []
-    for settings, recipe, arms, seeds, _ in preregistered():
-        values, *rest = recipe.split(", ")
-        tuned_values = tuple(map(float, values.split(" / "))) if values != "B" else tuple(RECIPE_B.values())
-        apart = ("without crops and flips" in rest, "constant" in rest, "100 epochs" in rest)
-        first, last = map(int, seeds.split("-"))
-        for setting, seed, arm in product(settings.split("; "), range(first, last + 1), arms.split(", ")):
-            expected.append((setting, seed, arm, tuned_values, apart))
-    found = []
-    for one in listed:
-        data = {"cifar10": "", "cifar100": "CIFAR-100 "}[one.dataset]
-        apart = (one.no_augmentation, one.schedule == "constant", one.epochs == 100)
-        values = tuple(getattr(one, name) for name in TUNED)
-        found.append((f"{data}{one.setting.imbalance}", one.seed, one.arm, values, apart))
-        assert one.n_majority == {10: 5000, 100: 500}[CLASSES[one.dataset]]
-        assert one.epochs in (30, 100) and one.schedule in ("cosine", "constant")
-    assert found == expected and len(found) == 81
+def test_claims_and_sizes_of_the_parts_are_the_registered_ones():
+    names = {"overall": "overall", "nc2": "NC2 as printed", "nc1": "NC1", "nc3_centered": "centred NC3"}
+    claims = [*protocol.MECHANISM_CLAIMS, *protocol.SETTINGS_CLAIMS, *protocol.SIZE_CLAIMS]
+    table = rows_of("### Claims")
+    assert [row[:3] for row in table] == [[one.name, one.arm, one.control] for one in claims]
+    assert [row[4] for row in table] == [one.expected for one in claims]
+    shown = [row[3].partition(",")[0].partition(" of")[0] for row in table]
+    assert shown == [names.get(one.quantity, one.quantity) for one in claims]
+    assert {one.quantity for one in claims} | {one.quantity for one in CLAIMS} == BANDS.keys()
 
 
-def test_every_arm_has_the_same_trials_none_of_which_sees_the_test_set():
-    settings = [settings_from("cifar_lt", device="cpu", **options) for options in trials()]
-    values = {arm: Counter((one.lr, one.weight_decay, one.scale) for one in settings if one.arm == arm) for arm in ARMS}
-    assert all(found == values["explicit"] and len(found) == 12 for found in values.values())
-    assert {one.evaluate for one in settings} == {"validation"} and {one.n_majority for one in settings} == {4500}
-    assert [one.arm for one in settings] == list(ARMS) * 12
-    assert {one.seed for one in settings}.isdisjoint(range(10))
+@pytest.fixture
+def chosen(tmp_path, monkeypatch):
+    """All trials are finished: every arm's rate is 0.1 at R = 10, 0.01 at R = 100; of equal ones the least counts."""
+    monkeypatch.setattr(protocol, "CHOSEN", tmp_path / "rates.json")
+    made = [settings_from("cifar_lt", device="cpu", **options) for options in trials()]
+    accuracy = {(10, 0.01): 50.0, (10, 0.1): 51.0, (100, 0.01): 50.0, (100, 0.1): 50.0}
+    found = [Rate(one.arm, one.ratio, one.weight_decay, one.lr, accuracy.get((one.ratio, one.lr))) for one in made]
+    assert choose_rates(found[:-1]).chosen == (), "not before all are finished"
+    (tmp_path / "rates.json").write_bytes(to_json(choose_rates(found)))
+    return made
 
 
-def test_the_best_trial_is_chosen_and_of_equal_ones_the_first():
-    found = choose(made_up_trials(7))
-    assert set(found.chosen) == set(ARMS) and found.chosen["once"] == {"lr": 0.1, "weight_decay": 2e-3, "scale": 0.3}
-    assert choose(made_up_trials(99)).chosen["once"] == {"lr": 0.03, "weight_decay": 5e-4, "scale": 0.3}
-    assert choose(made_up_trials(7)[:-1]).chosen == {}
+def test_trials_are_fair_and_none_sees_the_test_set(chosen):
+    kinds = Counter((one.arm, one.ratio, one.weight_decay) for one in chosen)
+    assert set(kinds.values()) == {3} and len(kinds) == 2 * (8 + 2) and len(chosen) == 60
+    assert {one.evaluate for one in chosen} == {"validation"} and {one.n_majority for one in chosen} == {4500}
+    assert {one.seed for one in chosen} == {100} and {one.epochs for one in chosen} == {10}
 
 
-def test_trials_are_run_recorded_and_read_by_the_reports(tmp_path, monkeypatch):
-    """Of two trials one ends and one diverges; there is a choice when all are finished."""
-    monkeypatch.setattr(protocol, "TUNING", tmp_path / "tuning.json")
-    monkeypatch.setattr(protocol, "ARMS", ("explicit",))
-    monkeypatch.setattr(protocol, "GRID", {"lr": (0.3, 0.1), "weight_decay": (5e-4,), "scale": (1.0,)})
+@pytest.mark.parametrize("part", protocol.PARTS)
+def test_the_runs_of_a_part_are_the_registered_ones(part, chosen, tmp_path):
+    listed = [task.settings for task in plan(runs(part), {"device": "cpu", "out": str(tmp_path)})]
+    registered, name = Counter(), ""
+    for row in rows_of("### Parts, in this order"):
+        name = row[0].strip("`") or name
+        registered[name] += int(row[4])
+    assert len(listed) == registered[part] and registered.keys() == {"rates", *protocol.PARTS}
+    assert {one.seed for one in listed} <= set(range(10, 22)) and {one.precision for one in listed} == {"bf16"}
+    rates = {one.lr for one in listed if one.ratio in (None, 10)}, {one.lr for one in listed if one.ratio in (50, 100)}
+    assert rates == (({1e-4},) * 2 if part == "printed" else ({0.1}, {0.01}))
+    assert {one.weight_decay for one in listed} == {2e-3 if part == "decay" else 5e-4}
+    assert {one.width for one in listed} == {64 if part in ("printed", "size") else 16}
+    assert {one.epochs for one in listed} == {100 if part == "printed" else 30}
+    on_gpu = [replace(one, device="cuda") for one in listed]
+    assert all(of_own_rate(one, protocol.rates()) == (part != "printed") for one in on_gpu)
+    assert not any(of_own_rate(one, protocol.rates()) for one in listed), "runs on a CPU are pilots"
+    assert not any(of_own_rate(replace(one, seed=0), protocol.rates()) for one in on_gpu)
+
+
+def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeypatch, capsys):
+    """Of two trials one ends and one diverges."""
+    monkeypatch.setattr(protocol, "CHOSEN", tmp_path / "rates.json")
+    for name, values in (("NEW_ARMS", ("explicit",)), ("PAIR", ()), ("RATES", (0.3, 0.1)), ("TRIED", TRIED[:1])):
+        monkeypatch.setattr(protocol, name, values)
     monkeypatch.setattr(script, "find_source", lambda *_: None)
-    with pytest.raises(StudyError, match="tuning.json cannot be read"):
-        tuned()
+    with pytest.raises(SystemExit):
+        script.main(["--protocol", "mechanism"])
+    assert "no rate of explicit is chosen: study.py --protocol rates" in capsys.readouterr().err
 
     def run_all(tasks, *_):
         first, second = tasks
-        if not second.run.finished:
-            second.run.path.mkdir(parents=True)
-            second.run.conclude(made_up_result(second.settings))
+        second.run.path.mkdir(parents=True, exist_ok=True)
+        second.run.conclude(made_up_result(second.settings))
         return {first: "cifar_lt.py: error: the loss is no longer finite in epoch 2"}
 
     monkeypatch.setattr(script, "run_all", run_all)
-    assert script.main(["--tune", "--out", str(tmp_path / "runs")]) == 1
-    written = msgspec.json.decode((tmp_path / "tuning.json").read_bytes(), type=protocol.Tuning)
-    (path,) = (tmp_path / "runs").glob("*/result.json")
-    result = RunDirectory(path.parent).result
-    assert result.settings.evaluate == "validation" and to_json(result)
-    assert [trial.overall for trial in written.trials] == [None, result.network.quantity("overall")]
-    assert tuned() == {"explicit": {"lr": 0.1, "weight_decay": 5e-4, "scale": 1.0}}
-    whole = msgspec.json.encode(protocol.Tuning((*written.trials, written.trials[0]), written.chosen))
-    (tmp_path / "tuning.json").write_bytes(whole)
-    script.main(["--tune", "--out", str(tmp_path / "runs")])
-    assert (tmp_path / "tuning.json").read_bytes() == whole, "a part of the trials does not take the place of all"
-    monkeypatch.setattr(protocol, "GRID", {**protocol.GRID, "scale": (1.0, 0.3)})
-    (tmp_path / "tuning.json").write_bytes(msgspec.json.encode(choose(list(written.trials))))
-    with pytest.raises(StudyError, match="not all trials are finished: .* --tune continues"):
-        tuned()
+    assert script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")]) == 1
+    found = protocol.rates()
+    assert [one.overall is None for one in found.trials] == [True, False] and [one.lr for one in found.chosen] == [0.1]
+    whole = to_json(replace(found, trials=(*found.trials, found.trials[0])))
+    (tmp_path / "rates.json").write_bytes(whole)
+    script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")])
+    assert (tmp_path / "rates.json").read_bytes() == whole, "a part of the trials does not take the place of all"
 
 
 @pytest.mark.usefixtures("no_network")
@@ -124,3 +120,31 @@ def test_without_data_the_study_fails_at_once_and_says_what_to_do(tmp_path, caps
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1 and f"not under {tmp_path / 'none'}, and the download failed" in errors
     assert "--data-root" in errors and not list(tmp_path.glob("cifar10-*")) and not (tmp_path / "report").exists()
+
+
+def test_the_script_runs_parts_with_study_py(tmp_path, monkeypatch):
+    """`echo` in place of Python shows the commands; `false` fails."""
+
+    def bash(*arguments, python="echo"):
+        monkeypatch.setenv("PYTHON", python)
+        monkeypatch.setenv("OUT", str(tmp_path))
+        return subprocess.run(
+            ["bash", EXPERIMENTS / "parts.sh", *arguments], capture_output=True, text=True, timeout=60
+        )
+
+    (tmp_path / "run").mkdir()
+    for name in ("result.json", "last.ckpt"):
+        (tmp_path / "run" / name).touch()
+    done = bash("rates", "size", "--jobs", "12")
+    printed = done.stdout.splitlines()
+    assert done.returncode == 0 and [line.split()[:3] for line in printed[::2]] == [
+        ["experiments/study.py", "--protocol", part] for part in ("rates", "size")
+    ]
+    assert "--jobs 12 " in printed[0] and "--jobs 8 " in printed[2] and printed[1].startswith("rates: finished")
+    assert not (tmp_path / "run" / "last.ckpt").exists(), "a finished run needs no checkpoint"
+    failed = bash("decay", python="false")
+    assert failed.returncode == 1 and failed.stdout.startswith("decay: failed, status 1")
+    unknown = bash("heads")
+    assert unknown.returncode == 2 and "heads: one of rates mechanism" in unknown.stderr
+    listed = re.findall(r"^  (\w+) +[\d,]+ s ", bash("--help").stdout, re.MULTILINE)
+    assert listed == ["rates", *protocol.PARTS]

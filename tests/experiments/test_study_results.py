@@ -10,9 +10,9 @@ import pytest
 from nc_study.config import BOTH, Setting, settings_from
 from nc_study.paper import INCONSISTENT, PAPER, on_cifar, settings_of
 from nc_study.record import Accuracy, RunResult, Spread
-from nc_study.results import network_result, report
+from nc_study.results import STUDIED, difference, network_result, report
 from runs.files import to_json
-from study_helpers import made_up_epoch, made_up_result, made_up_settings
+from study_helpers import EXPERIMENTS, made_up_epoch, made_up_result, made_up_settings
 
 
 def paper_settings(**given):
@@ -68,6 +68,17 @@ def test_a_record_says_how_products_of_bfloat16_were_computed(precision, native,
     assert msgspec.json.decode(old, type=RunResult).machine.bf16 is None, "a record from before"
 
 
+def test_the_studys_interval_is_the_reports():
+    first = [made_up_result(paper_settings(epochs=4, model="explicit"))]
+    assert difference(first) == "" and f"and {STUDIED} in the study" in difference(
+        [*first, made_up_result(made_up_settings())]
+    )
+    report = (EXPERIMENTS / "results" / "report" / "report.md").read_text().replace("\\", "")
+    assert STUDIED in next(
+        line for line in report.splitlines() if line.startswith("| A1: overall higher than explicit |")
+    )
+
+
 def test_no_record_holds_a_nan():
     result = made_up_result(made_up_settings())
     with pytest.raises(ValueError, match="Expected `float`, got `null`"):
@@ -80,6 +91,6 @@ def test_the_report_shows_the_row_next_to_the_papers_and_says_what_cannot_be_com
     assert explicit == "  paper: overall 72.57±0.25, majority 96.40±0.32, minority 62.36±0.12"
     assert deq == "  paper: overall 73.84±0.72, majority 96.68±0.87, minority 64.06±0.66"
     assert "40.25±0.13" in text and "not comparable with the paper: epochs 4 instead of 100" in text
-    assert "it has no entry" in report([made_up_result(paper_settings(ratio=20, model="once"))])
+    assert "it has no entry" in report([made_up_result(paper_settings(ratio=20, model="tied"))])
     text = report([made_up_result(made_up_settings("cifar_balanced", preset="paper", dataset="cifar100"))])
     assert "64.77±0.36" in text and "minority" not in text and "cifar100, balanced" in text

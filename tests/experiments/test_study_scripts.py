@@ -20,7 +20,7 @@ from study_helpers import KILLED, TINY, assert_same, folder_of, full_disk, pytho
 
 import deqfast
 
-RUNS = [folder_of(), folder_of(model="deq")]
+RUNS = [folder_of(), folder_of(model="deq")]  # the DEQ that is trained by default has the implicit gradient
 
 
 def outcome(out):
@@ -32,6 +32,9 @@ def outcome(out):
     for name in RUNS:
         logged = (out / name / "epochs.jsonl").read_text().splitlines()
         lines[name] = [json.loads(line) | {"seconds": None} for line in logged]
+        kept, last = torch.load(out / name / "weights.ckpt", weights_only=True), states[name]["network"]
+        assert kept.keys() == last.keys() and all((kept[key] == last[key].to(kept[key].dtype)).all() for key in kept)
+        assert {one.dtype for key, one in kept.items() if key.endswith("weight")} == {torch.bfloat16}
     return states, lines, [{name: torch.from_numpy(one) for name, one in saved.items()} for saved in moments]
 
 
@@ -50,18 +53,25 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     lines = printed.splitlines()
     explicit, result = (RunDirectory(out / name).result for name in RUNS)
     assert result.train_images_per_class == (30,) * 3 + (3,) * 7
-    assert (explicit.arm, result.arm) == ("explicit", "deq-jfb") and explicit.network.solver is None
-    assert result.network.solver.iterations > 1
+    assert (explicit.arm, result.arm) == ("explicit", "deq-implicit") and explicit.network.solver is None
+    assert result.network.solver.iterations > 1 and "test_converged" not in explicit.network.curves
+    curves = result.network.curves
+    assert all(0 <= curves[f"{part}_converged"][-1] <= 1 and curves["epoch"][-1] == 3 for part in ("test", "nc"))
+    assert result.network.cost.evaluations == curves["test_iterations"][-1] > explicit.network.cost.evaluations == 1
+    assert "with the final weights" in printed and "of the training images converged" in printed
     kernel = result.kernel
     if not torch.cuda.is_available():
         assert f"kernel: {kernel.used}, for kernel='triton' is not available: no CUDA device" in printed
         assert kernel.requested == "triton" and "no CUDA device" in kernel.reason
     assert any(line.startswith("data: shapes") for line in lines)
-    assert sum(line.startswith(("explicit   ", "deq-jfb   ")) for line in lines) == 6
+    assert sum(line.startswith(("explicit   ", "deq-implicit ")) for line in lines) == 6
     assert "not comparable with the paper: shapes, not CIFAR" in printed
     paths = [out / name for name in RUNS]
-    assert lines[-3:-1] == [f"results: {path / 'result.json'}" for path in paths]
-    assert lines[-1] == f"figure:  {paths[1] / 'figure.png'}"
+    assert lines[-4:-2] == [f"results: {path / 'result.json'}" for path in paths]
+    assert lines[-2] == f"figure:  {paths[1] / 'figure.png'}"
+    apart = result.network.quantity("overall") - explicit.network.quantity("overall")
+    assert lines[-1].startswith(f"The DEQ's overall accuracy is {apart:+.2f} points from")
+    assert lines[-1].endswith("one run cannot decide which is better.")
     assert (paths[1] / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -103,7 +113,7 @@ def test_kill_9_and_resume_end_in_the_same_bits(whole, study, tmp_path):
     assert [(tmp_path / name / "result.json").exists() for name in RUNS] == [True, False]
     status, printed, errors = study("--resume")
     assert status == 0, errors
-    assert "deq-jfb: continues after epoch 1" in printed
+    assert "deq-implicit: continues after epoch 1" in printed
     assert_same(outcome(tmp_path), outcome(whole[0]))
 
 

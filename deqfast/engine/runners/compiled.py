@@ -90,7 +90,7 @@ class Compiled:
                     return inverse(v)
 
                 keep(estimate)
-            return solution_of(packing, solver, value, status, iterations, (relative, absolute), calls)
+            return solution_of(packing, solver, packing.unpack(value), status, iterations, (relative, absolute), calls)
 
     def _run(self, key: Any, cell: Any, x: Any, packing: Packing, loop: Loop, z: Tensor, history: Tensor) -> Any:
         try:

@@ -1,54 +1,55 @@
-"""CUDA graphs of forward solves: f and the steps of the solver are captured once and replayed without Python.
+"""CUDA graphs of solves: z0's check, the cell, the steps of the solver and the loop around them are one launch.
 
-A graph holds the iterations between two looks at the number of running samples. The host replays it repeatedly, and
-reads that number one replay late. With "whole", one graph holds all iterations. Each then runs only if a condition on
-the device is met. The host waits only twice: to check that z0 is finite, and to count the evaluations. (There is no
-while loop, because the number of an iteration is an argument of its kernels.)
+The beginning, a pass of the loop and the end are captured, and joined to a graph whose loop the device ends
+(csrc/cuda/while_graph.h). Without deqfast's CUDA kernels, torch's own loop in a graph serves, if this torch has one.
+The host waits for nothing: numbers of a Solution, and the error for a z0 that is not finite, come when they are read,
+or in a later call.
 
 A capture fixes the memory of parameters and inputs, the kernels, and every choice that Python makes. Inputs are
 therefore copied into the graph's memory. A solve is captured again if the cell, shapes, dtypes, the memory of
-parameters and buffers, training flags, solver, autocast or the precision of float32 products change. Tensors that the
+parameters and buffers, training flags, options, autocast or the precision of float32 products change. Tensors that the
 cell keeps elsewhere must stay at their addresses.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-import warnings
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...solution import Solution
-from ...solvers import Auto, MixedAnderson
+from ... import _extension
+from ...solution import CODES, Arriving, Solution
 from ...solvers.base import State
-from ...state.packing import Packing
 from ...torch_internals import pytree
+from ...torch_internals.graphs import aside, capture, current, mark, raw_stream, refuse_draws, refuse_waits
 from ...torch_internals.weights import check_not_cached
-from ..loop import iterate, watch_of, whole
+from ..device_loop import DEVICE, EACH, DeviceLoop, capture_loop, has_loops
+from ..device_loop import REFUSES as _OF_LOOP
 from ..refusals import Refusals, check_served
-from ..solve import Options, Solve, check_finite
+from ..solve import Solve, not_finite, solution_of
 
 # Each holds the memory of a solve. A training run needs two or three: full batches, the last batch, evaluation.
 MAX_GRAPHS = 8
-_REPLAYS = "a graph replays the same work"
 REFUSES: Refusals = {
-    "drop_converged": _REPLAYS,
-    "trace": _REPLAYS,
-    "stop_fn": _REPLAYS,
-    "groups": "groups may change from call to call, and a graph replays the same work",
-    "scale": "it is not captured",
-    "lockstep": "a replay asks no other process",
-    MixedAnderson: "its mixing_fn is not captured",
-    Auto: "its stages depend on values",
+    **_OF_LOOP,
+    "groups of a call": "a graph replays the same rows: make deqfast.Groups once, and give it to the block",
     "begin_solve": "it prepares every solve in Python, and a replay would not run it",
 }
-DEVICE = "cuda"  # the only type of device with graphs
+ALIGNMENT = 256  # bytes, as of torch's own tensors
+
+
+Bind = Callable[[Any, Any, Any], Callable[[Any], Any]]
+"""(cell, x, z0) -> f, in the memory of a graph; it is called before the first evaluation of each solve."""
+
+
+def forward(cell: Callable[[Any, Any], Any], x: Any, z0: Any) -> Callable[[Any], Any]:
+    """The function f = cell(., x)."""
+    return lambda z: cell(z, x)
 
 
 class Graphs:
@@ -56,139 +57,325 @@ class Graphs:
 
     Args:
         cell: the block's cell.
-        mode: True (a graph for the iterations between two looks) or "whole".
 
     Raises:
-        ValueError: another mode, or a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
+        ValueError: a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
         TypeError: the cell is not a module, so that its parameters are unknown.
-        RuntimeError: the mode is "whole", and torch has no conditional nodes.
     """
 
-    def __init__(self, cell: Callable[[Any, Any], Any], mode: bool | str):
-        if mode not in (True, "whole"):
-            raise ValueError(f"cuda_graph must be False, True or 'whole', got {mode!r}")
-        self._begin(mode == "whole")
-        if self.whole and not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
-            raise RuntimeError(f"cuda_graph='whole' needs a torch with conditional nodes, got {torch.__version__}")
+    def __init__(self, cell: Callable[[Any, Any], Any]):
         _check_cell(cell)
+        self._begin()
 
-    def _begin(self, whole: bool) -> None:
-        self.whole = whole
-        self._captured: OrderedDict[Any, Captured] = OrderedDict()
+    def _begin(self) -> None:
+        self._captured: list[Captured] = []  # the latest first
+        self._pending: deque[Outcome] = deque()
         self._alone = threading.RLock()  # a graph has one memory: one thread at a time
 
-    def solve(self, cell: Any, x: Any, z0: Any, options: Options) -> Solution:
-        """Solve as ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason if f cannot be captured."""
-        _check_cell(cell)
+    def solve(
+        self, solve: Solve, cell: Any, x: Any, z0: Any, ordinary: Callable[[], Solution], bind: Bind = forward
+    ) -> Solution:
+        """Solve from z0 as ``deqfast.solve`` for f = bind(cell, x, z0); `ordinary` does so without a graph.
+
+        Raises:
+            RuntimeError: the solve cannot be captured, with the reason.
+            ValueError: z0 of this or an earlier call is not finite, as ``deqfast.solve`` says.
+        """
         check_not_cached(cell)
-        solve = Solve(z0, options)
         packing = solve.packing
         if packing.device.type != DEVICE:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
-        if not packing.batch or not _is_ready(cell):
-            return solve(lambda z: cell(z, x), z0)
-        with self._alone, torch.inference_mode(False), torch.no_grad(), current(packing.device):
-            key = self._key(cell, x, packing, options)
-            if (captured := self._captured.get(key)) is not None:
-                self._captured.move_to_end(key)
-                return captured.replay(x, check_finite(packing.pack(z0)))
+        if not packing.batch or torch.cuda.is_current_stream_capturing():
+            return ordinary()
+        key = cell, solve, bind, _layout(x)
+        with self._alone, torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+            if (solution := self.replay(key, x, z0)) is not None:
+                return solution
+            _check_cell(cell)
+            # A cell that measures its differentiated evaluations would measure those of a capture too.
+            if not _is_ready(cell) or (bind is not forward and _has_any(cell, "end_solve")):
+                return ordinary()
             while len(self._captured) >= MAX_GRAPHS:
-                self._captured.popitem(last=False)[1].finished.synchronize()
-            captured = Captured(cell, x, solve, solve.begin(z0), self.whole)
-            self._captured[key] = captured
-            return captured.replay(x, captured.start)
+                self._captured.pop().finished.synchronize()
+            self._captured.insert(0, Captured(key, x, z0))
+            solution = self.replay(key, x, z0)
+            assert solution is not None
+            return solution
 
-    def _key(self, cell: nn.Module, x: Any, packing: Packing, options: Options) -> Any:
-        leaves, spec = pytree.tree_flatten(x)
-        inputs = tuple(_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        tensors = tuple((_layout(t), t.data_ptr()) for t in (*cell.parameters(), *cell.buffers()))
-        training = tuple(module.training for module in cell.modules())
-        autocast = torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE)
-        precision = autocast, packing.products_eps
-        solver, kernel = options.solver, options.kernel
-        state = packing.batch, packing.signature()
-        return cell, str(spec), inputs, state, solver, kernel, precision, training, tensors
+    def replay_only(self, solve: Solve, cell: Any, x: Any, z0: Any) -> Solution | None:
+        """``solve`` of a block that only needs the Solution; None if it is not captured, or the cell has hooks."""
+        if torch.is_inference_mode_enabled() or torch.cuda.is_current_stream_capturing():
+            return None
+        with self._alone:
+            return self.replay((cell, solve, forward, _layout(x)), x, z0, True)
+
+    def replay(self, key: Any, x: Any, z0: Any, is_only: bool = False) -> Solution | None:
+        """Solution of the captured solve with this key; None if there is none."""
+        pending, all_captured = self._pending, self._captured
+        while pending and pending[0].has_arrived():
+            pending.popleft().check()
+        for i, captured in enumerate(all_captured):
+            if captured.key == key and captured.fixed.holds():
+                if is_only and captured.fixed.has_hooks:
+                    return None
+                all_captured.insert(0, all_captured.pop(i))
+                solution, outcome = captured.replay(x, z0)
+                pending.append(outcome)
+                return solution
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the graphs, which live on one device in one process, and their lock."""
-        return {"whole": self.whole}
+        return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin(state["whole"])
+        self._begin()
 
 
 class Captured:
-    """Captured solve of cell(., x) from `start` (B, D), with its memory. It runs once without capture before."""
+    """Captured solve of a `key` (cell, solve, bind, layout of x). It runs without capture before.
 
-    def __init__(self, cell: Callable[[Any, Any], Any], x: Any, solve: Solve, state: State, whole: bool) -> None:
-        leaves, spec = pytree.tree_flatten(x)
-        # Memory from which f reads the leaves of x; replays read z0 from `start`.
-        self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.start = state.z.clone()
-        fixed_x = pytree.tree_unflatten(self.inputs, spec)
-        self.f = lambda z: cell(z, fixed_x)
-        self.solve, self.state, self.every = solve, state, watch_of(state.active).every
-        self.whole = whole  # one graph for all iterations, instead of one for those between two looks
-        self.finished = mark()  # event after all work in this memory, for which another stream must wait
-        # Casts that autocast has kept could be those of older parameters.
+    Attributes:
+        fixed: what else of the cell is captured.
+        finished: event after all work in its memory, for which another stream must wait.
+    """
+
+    def __init__(self, key: tuple[nn.Module, Solve, Bind, Any], x: Any, z0: Any) -> None:
+        self.key = key
+        cell, solve, bind, _ = key
+        self.solve, self.fixed = solve, Fixed(cell)
+        spec, self.device = pytree.tree_structure(x), solve.packing.device
+        self.memory = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in _leaves(x)]
+        self.x = pytree.tree_unflatten(self.memory, spec)
+        start = [leaf.detach().clone() for leaf in _leaves(z0)]
+        self.memory += start
+        self.start = start[0] if solve.packing.is_tensor else pytree.tree_unflatten(start, solve.packing.spec)
+        self.has_two = isinstance(x, Tensor) and isinstance(z0, Tensor)  # as usual, for which no tree is flattened
         dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
-        with torch.autocast(DEVICE, dtype=dtype, enabled=enabled, cache_enabled=False):
+        # Casts that autocast has kept could be those of older parameters.
+        with (
+            torch.no_grad(),
+            current(self.device),
+            torch.autocast(DEVICE, dtype=dtype, enabled=enabled, cache_enabled=False),
+        ):
+            state = solve.start(solve.packing.pack(self.start))
+            self.results = Results(state, solve)
+            self.state = self.results.own(state)
+            self.loop = self._loop()
             try:
-                # Whatever compiles, loads or allocates at its first use does so now, before host waits are detected.
-                warm_up = functools.partial(aside, lambda: self._begin()(0, solve.max_iter))
-                warm_up()
-                refuse_waits(warm_up)
-                self.graphs = self._capture()
+                # Whatever compiles, loads or allocates at its first use does so now, before waits are detected.
+                aside(self._once)
+                refuse_waits(lambda: refuse_draws(self.device, lambda: aside(self._once)))
+                self.launch = self._capture()
             except RuntimeError as error:
                 raise RuntimeError(f"cuda_graph: the solve cannot be captured: {error}") from error
-
-    def _begin(self) -> Callable[[int, int], int | None]:
-        """Queue the beginning of a solve; return the function that runs iterations."""
-        self.state.restart(self.start)
-        return self.solve.body(whole(self.f, self.solve.packing, self.state), self.state)
-
-    def _capture(self) -> list[Any]:
-        last, every = self.solve.max_iter, self.every
-        chunks = [(first, min(first + every, last)) for first in range(0, last, every)]
-        advance: Callable[[int, int], int | None]
-
-        def chunk(first: int, until: int) -> None:
-            nonlocal advance
-            if first == 0:
-                advance = self._begin()
-            advance(first, until)
-
-        def everything() -> None:
-            chunk(*chunks[0])
-            for bounds in chunks[1:]:
-                if_running(self.state.active, functools.partial(chunk, *bounds))
-
-        return capture([everything] if self.whole else [functools.partial(chunk, *bounds) for bounds in chunks])
-
-    def replay(self, x: Any, start: Tensor) -> Solution:
-        """Solve from `start` with the values of x."""
-        self.finished.wait()
-        for fixed, leaf in zip(self.inputs, pytree.tree_leaves(x), strict=True):
-            if isinstance(fixed, Tensor):
-                fixed.copy_(leaf)
-        self.start.copy_(start)
-        if self.whole:
-            self.graphs[0].replay()
-            evaluations = self._evaluations()
-        else:
-            watch = watch_of(self.state.active)
-            evaluations = iterate(self._replay_chunk, self.solve.max_iter, watch)
-        state = self.state.copy_of_results()
+        self.address: int | None = None  # of the latest stream
         self.finished = mark()
-        return self.solve.end(state, evaluations, evaluations * self.solve.packing.batch)
 
-    def _replay_chunk(self, first: int, until: int) -> None:
-        self.graphs[first // self.every].replay()
+    def _loop(self) -> DeviceLoop:
+        cell, solve, bind, _ = self.key
+        return solve.device_loop(bind(cell, self.x, self.start), self.state, "cuda_graph")
 
-    def _evaluations(self) -> int:
-        """Calls of f by a graph of all iterations, which are the iterations of the slowest sample."""
-        furthest = int(self.state.iterations.max())
-        return min(-(-furthest // self.every) * self.every, self.solve.max_iter)
+    def _begin(self) -> None:
+        rows = self.solve.packing.pack(self.start)
+        self.results.begin(rows)
+        self.state.restart(rows)
+        self.loop = self._loop()
+        self.loop.begin()
+
+    def _body(self) -> None:
+        self.loop.body()
+
+    def _end(self) -> None:
+        self.results.end(self.state)
+
+    def _once(self) -> None:
+        self._begin()
+        if self.loop.most:
+            self._body()
+        self._end()
+
+    def _capture(self) -> Callable[[int], None]:
+        """Return the function that launches the solve on a stream."""
+        # Backward solves run in a thread of autograd, whose other work must not end a capture.
+        passes, mode = self.results.passes, "thread_local" if self.key[2] is forward else "relaxed"
+        if _extension.cuda_module is not None:
+            graphs = capture([self._begin, *[self._body] * bool(self.loop.most), self._end], mode)
+            return join(graphs, self.state.active, passes, self.loop.most)
+
+        def whole_solve() -> None:
+            self._begin()
+            if self.loop.most:
+                capture_loop(self.loop, passes)
+            self._end()
+
+        if self.loop.most and not has_loops():
+            reason = f"a loop on the device needs deqfast's CUDA kernels or torch 2.14: {_extension.cuda_reason}"
+            raise RuntimeError(reason)
+        (graph,) = capture([whole_solve], mode)
+        return lambda stream: graph.replay()
+
+    def replay(self, x: Any, z0: Any) -> tuple[Solution, Outcome]:
+        """Solve from z0 with the values of x."""
+        address = raw_stream(self.device)
+        if address != self.address:
+            self.finished.wait()
+            self.address, self.stream = address, torch.cuda.current_stream(self.device)
+        leaves = [x, z0] if self.has_two else _leaves(x) + _leaves(z0)
+        for memory, leaf in zip(self.memory, leaves, strict=True):
+            if isinstance(memory, Tensor):
+                memory.copy_(leaf.detach())
+        self.launch(address)
+        outcome = Outcome(self.results, self.loop.first, self.stream)
+        self.finished = outcome.event
+        return outcome.solution(self.solve), outcome
+
+
+class Results:
+    """Memory of all results, which one operation copies for a caller that keeps them.
+
+    Attributes:
+        memory: all of it, bytes.
+        parts: tensors in it, by name: those of the state, `finite` (B,), the leaves of the value, and `numbers`. These
+            are the passes, the rows of z0 that are not finite, and the number of samples of each status.
+    """
+
+    def __init__(self, state: State, solve: Solve) -> None:
+        self.packing, batch = solve.packing, len(state.z)
+        finite, numbers = state.status.new_empty(batch, dtype=torch.bool), state.iterations.new_empty(2 + CODES)
+        like = {"status": state.status, "iterations": state.iterations, "residual": state.residual, "best": state.best}
+        like |= {"finite": finite, "numbers": numbers}
+        if state.trace is not None:
+            like["trace"] = state.trace
+        if not self.packing.is_view:
+            like |= {f"value {i}": leaf for i, leaf in enumerate(_leaves(self.packing.unpack(state.best)))}
+        self._places: list[Any] = []
+        end = 0
+        for name, tensor in like.items():
+            self._places.append((name, tensor.dtype, end // tensor.itemsize, tensor.shape, tensor.stride()))
+            end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        self.memory = torch.zeros(end, dtype=torch.uint8, device=state.z.device)
+        self.parts = self.of(self.memory)
+        self.codes = torch.arange(CODES, dtype=torch.int8, device=state.z.device)
+        self.passes = self.parts["numbers"][:1]
+
+    def of(self, memory: Tensor) -> dict[str, Tensor]:
+        """The parts of such memory. They are not views for torch, which would refuse some writes in place."""
+        storage, parts = memory.untyped_storage(), {}
+        for name, dtype, *place in self._places:
+            parts[name] = torch.empty(0, dtype=dtype, device=memory.device).set_(storage, *place)
+        return parts
+
+    def own(self, state: State) -> State:
+        """The state, with its results in this memory."""
+        for name in ("status", "iterations", "residual", "best", "trace"):
+            if name in self.parts:
+                setattr(state, name, self.parts[name])
+        return state
+
+    def begin(self, rows: Tensor) -> None:
+        """Note which rows of z0 are finite."""
+        self.parts["numbers"].zero_()
+        self.parts["finite"].copy_(torch.isfinite(rows).all(dim=1))
+
+    def end(self, state: State) -> None:
+        """Complete the results of a solve that has ended in this state."""
+        numbers = self.parts["numbers"]
+        numbers[1:2] = self.parts["finite"].logical_not().sum()
+        numbers[2:] = (state.status == self.codes[:, None]).sum(dim=1)
+        if not self.packing.is_view:
+            for i, leaf in enumerate(_leaves(self.packing.unpack(state.best))):
+                self.parts[f"value {i}"].copy_(leaf)
+
+
+class Outcome(Arriving):
+    """Results of a replay, and its numbers, which the device is sending to the host."""
+
+    def __init__(self, results: Results, first: int, stream: Any) -> None:
+        self.parts, self.first = results.of(results.memory.clone()), first
+        self.numbers: list[int] | None = None
+        super().__init__(self.parts["numbers"], stream)
+
+    def check(self) -> list[int]:
+        """Return the numbers, for which this waits; ValueError, once, if z0 was not finite."""
+        if self.numbers is None:
+            self.numbers = self.read().tolist()
+            if self.numbers[1]:
+                raise not_finite(self.parts["finite"])
+        return self.numbers
+
+    def counts(self) -> list[int]:
+        return self.check()[2:]
+
+    def evaluations(self) -> int:
+        """Number of calls of f, for which this waits."""
+        return self.first + EACH * self.check()[0]
+
+    def solution(self, solve: Solve) -> Solution:
+        """The Solution, whose numbers wait when they are read."""
+        parts, packing = self.parts, solve.packing
+        if packing.is_rows:
+            value: Any = parts["best"]
+        elif packing.is_view:
+            value = packing.unpack(parts["best"])
+        else:
+            leaves = [parts[f"value {i}"] for i in range(len(packing.leaves))]
+            value = leaves[0] if packing.is_tensor else pytree.tree_unflatten(leaves, packing.spec)
+        ended = parts["status"], parts["iterations"], parts["residual"].unbind()
+        trace = parts.get("trace")
+        return solution_of(packing, solve.solver, value, *ended, self.evaluations, None, trace, self)
+
+
+class Fixed:
+    """What the capture of a cell has fixed: its modules, their modes, and the memory of parameters and buffers.
+
+    Attributes:
+        has_hooks: whether a block calls methods of the cell besides its forward.
+    """
+
+    def __init__(self, cell: nn.Module) -> None:
+        modules: list[Any] = list(cell.modules())
+        self.has_hooks = _has_any(cell, "fixed_point", "end_solve", "cancel_solve")
+        self._modules = [(module, module.training, dict(module._modules)) for module in modules]
+        tables = [table for module, *_ in self._modules for table in (module._parameters, module._buffers)]
+        self._tables = [(table, len(table)) for table in tables]
+        self._tensors = [(table, name, t, _place(t)) for table in tables for name, t in table.items() if t is not None]
+        self._settled = [module.has_settled for module in modules if hasattr(module, "has_settled")]
+
+    def holds(self) -> bool:
+        """Return whether all of this is as it was."""
+        for module, training, children in self._modules:
+            if module.training is not training or module._modules != children:
+                return False
+        for table, size in self._tables:
+            if len(table) != size:
+                return False
+        for table, name, tensor, place in self._tensors:
+            if (
+                table.get(name) is not tensor
+                or (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place
+            ):
+                return False
+        return not self._settled or all([check() for check in self._settled])
+
+
+_NOTHING = nullcontext()
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
+
+
+def _layout(x: Any) -> Any:
+    """Key of the shapes and dtypes of x, and the values of its other leaves."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device
+    leaves, spec = pytree.tree_flatten(x)
+    return str(spec), tuple([_layout(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves])
 
 
 def _check_cell(cell: Any) -> None:
@@ -200,90 +387,24 @@ def _check_cell(cell: Any) -> None:
             check_served("cuda_graph", REFUSES, ["begin_solve"], of)
 
 
+def _has_any(cell: nn.Module, *names: str) -> bool:
+    """Return whether a module of the cell has one of these methods."""
+    return any([hasattr(module, name) for module in cell.modules() for name in names])
+
+
 def _is_ready(cell: nn.Module) -> bool:
     """Return whether no submodule will change between solves any more, by its `has_settled`."""
     checks = [getattr(module, "has_settled", None) for module in cell.modules()]
     return all(check() for check in checks if check is not None)
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which `device` is torch's current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def join(graphs: Sequence[Any], active: Tensor, passes: Tensor, most: int) -> Callable[[int], None]:
+    """Function that launches on a stream: begin, at most `most` passes of body while `active` samples run, and end."""
+    module: Any = _extension.cuda_module
+    begin, *body, end = [graph.raw_cuda_graph() for graph in graphs]
+    graph = module.while_graph(begin, body[0] if body else 0, end, active.data_ptr(), passes.data_ptr(), most)
 
+    def launch(stream: int, keeps: Sequence[Any] = graphs) -> None:  # the graphs own the memory
+        module.launch_graph(graph, stream)
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def aside(work: Callable[[], object]) -> None:
-    """Run `work` on a stream of its own, which torch requires before a capture."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-def refuse_waits(work: Callable[[], object]) -> None:
-    """Run `work`; RuntimeError if the host waits for the device in it, which would break a capture.
-
-    A broken capture cannot always be undone: torch 2.11 and 2.12 refuse every later one.
-    """
-    mode, thread, waits = torch.cuda.get_sync_debug_mode(), threading.get_ident(), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        show = warnings.showwarning
-
-        def note(message: Warning | str, *where: Any, **more: Any) -> None:
-            if threading.get_ident() == thread and "synchronizing CUDA operation" in str(message):
-                waits.append(message)
-            elif "Synchronization debug mode is a prototype" not in str(message):  # torch's note on the mode itself
-                show(message, *where, **more)
-
-        warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            work()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    if waits:
-        raise RuntimeError("the cell waits for the device, for instance by .item() or a shape that depends on values")
-
-
-def mark() -> Any:
-    """Event after all work that the current stream has queued."""
-    return torch.cuda.current_stream().record_event()
-
-
-def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
-    """Graphs of the work that each of `works` queues; they share their temporary memory.
-
-    After any error the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.)
-    """
-    graphs = [torch.cuda.CUDAGraph() for _ in works]
-    pool = torch.cuda.graph_pool_handle()
-
-    def capture_all() -> None:
-        for graph, work in zip(graphs, works, strict=True):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # it reports only that the capture has failed
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-
-    aside(capture_all)
-    return graphs
-
-
-def if_running(active: Tensor, work: Callable[[], None]) -> None:
-    """Capture `work`, to run only if samples are running at the replay."""
-    graphs: Any = torch.cuda.CUDAGraph  # conditional nodes, which some supported versions of torch lack
-    graph = graphs.get_currently_capturing_graph()
-    graph.begin_capture_to_if_node((active > 0).squeeze())
-    try:
-        work()
-    finally:
-        graph.end_capture_to_conditional_node()
+    return launch

@@ -65,7 +65,9 @@ class StopRule(NamedTuple):
 
 @dataclass
 class _Evaluation:
-    k: Annotated[int, Range(0, MAX_ITERATIONS - 1)]  # evaluations of f before this one
+    # Evaluations of f before this one. In a loop on the device it is -max_iter, from the second one on. The running
+    # samples then find the number in `iterations`, and compare it with max_iter in place of `last`.
+    k: Annotated[int, Range(-MAX_ITERATIONS, MAX_ITERATIONS - 1)]
     last: bool  # no evaluation follows: judge, take no step
     rule: StopRule
 

@@ -1,4 +1,4 @@
-"""Steps in plain torch: the specification of their kernels. They do not wait for the device.
+"""Steps in plain torch: the specification of their kernels. They wait for the device only if k is negative.
 
 A step has two halves: what it sums over the elements of a sample, and how it judges and applies the sums. Between them
 `parts` sums over all rows that are parts of one sample, see ``Parts``; without it each row is a sample.
@@ -10,8 +10,8 @@ window. Slots without a pair must be zeros: such pairs change nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from ...kernels.constants import (
 from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, Parts, PicardStep, StopRule
 
 Step = PicardStep | MultisecantStep | BroydenStep
+AnyStep = TypeVar("AnyStep", PicardStep, MultisecantStep, BroydenStep)
 Index = int | Tensor  # a number, or a tensor () int64
 GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
 
@@ -155,6 +156,14 @@ def begun(progress: Tensor, k: Index) -> Tensor | None:
     return None if isinstance(k, int) and k == 0 else progress[FIRST : START + 1]
 
 
+def _numbered(a: AnyStep) -> AnyStep:
+    """`a` with the number of its evaluation, which all running samples share: they have the most evaluations."""
+    if not isinstance(a.k, int) or a.k >= 0:
+        return a
+    k = max(a.iterations.tolist(), default=0)
+    return replace(a, k=k, last=k + 1 >= -a.k)
+
+
 def _judge(a: Step, g: Tensor, norms: Norms) -> Tensor:
     """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
     running = a.status == RUNNING
@@ -205,6 +214,7 @@ def end(status: Tensor, progress: Tensor, tol: float) -> None:
 
 def picard_step(a: PicardStep, parts: Parts | None = None) -> None:
     """z <- z + damping (f(z) - z) for every running sample."""
+    a = _numbered(a)
     g = a.fz - a.z
     advance = _judge(a, g, _summed(a, g, [], parts)[0])
     if not a.last:
@@ -213,6 +223,7 @@ def picard_step(a: PicardStep, parts: Parts | None = None) -> None:
 
 def multisecant_step(a: MultisecantStep, parts: Parts | None = None) -> None:
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
+    a = _numbered(a)
     g = a.fz - a.z
     n, slot = 0 if a.last else _pairs(a.k, a.left.shape[1]), a.k % a.left.shape[1]
     with torch.autocast(a.z.device.type, enabled=False):
@@ -239,6 +250,7 @@ def multisecant_step(a: MultisecantStep, parts: Parts | None = None) -> None:
 
 def broyden_step(a: BroydenStep, parts: Parts | None = None) -> None:
     """z <- z + s_k with s_k = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1})."""
+    a = _numbered(a)
     g = a.fz - a.z
     n, products = 0 if a.last else _pairs(a.k, a.steps.shape[1]), []
     known = a.steps[:, :n]

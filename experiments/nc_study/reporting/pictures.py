@@ -12,7 +12,10 @@ from ..config import ARMS, Setting
 from ..paper import COURSES, PAPER
 from .runs import Group, Run
 from .tables import broken
-from .verdicts import estimate
+from .verdicts import DEQ, estimate
+
+NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+"""Classes of CIFAR-10."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ def pictures(group: Group) -> Iterator[Picture]:
     """Draw the arms' differences from the explicit network, the courses of training, and single features."""
     rows = {label: list(_panels(group, name)) for name, label in figures.PAIRED.items()}
     if any(rows.values()):
-        yield Picture("pairs", "Accuracy and NC2, paired by seed", figures.paired_figure(rows))
+        heading = f"Rate / decay / gain: {group.recipe}"
+        yield Picture("pairs", "Accuracy and collapse, paired by seed", figures.paired_figure(rows, heading))
     title = (
         "Courses of training" if group.drawn else "Figs. 3a, 3b, 4 and 5: courses of training, as far as they were run"
     )
@@ -55,13 +59,16 @@ def _panels(group: Group, quantity: str) -> Iterator[figures.Panel]:
 
 
 def _course(group: Group) -> Figure:
-    rows, courses = {}, COURSES if group.experiment.dataset == "cifar10" else {}
+    rows, printed, courses = {}, {}, COURSES if group.experiment.dataset == "cifar10" else {}
     for setting in group.settings:
         number, known = courses.get((setting.majority, setting.ratio), ("No course in the paper", ""))
         networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
         curves = {arm: [network.curves for network in found] for arm, found in networks.items() if found}
-        rows[f"{number}: {setting}" + (f" (in the paper {known})" if known else "")] = curves
-    return figures.study_figure(rows)
+        heading = f"{number}: {setting}" + (f" (in the paper {known})" if known else "")
+        entry = {} if group.drawn else PAPER.get(setting, {})
+        rows[heading] = curves
+        printed[heading] = {DEQ if model == "deq" else model: one.overall.mean for model, one in entry.items()}
+    return figures.study_figure(rows, printed)
 
 
 def _features(group: Group, setting: Setting) -> Iterator[Picture]:
@@ -74,7 +81,8 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     if left:
         features = {arm: run.features() for arm, run in left[min(left)].items()}
         heading = f"{setting}; {group.experiment.preset} preset"
-        figure = figures.features_figure(features, group.experiment.classes, setting.majority_classes, heading)
+        names = NAMES if setting.dataset == "cifar10" else [f"tenth {number} of the classes" for number in range(1, 11)]
+        figure = figures.features_figure(features, names, setting.majority_classes, heading)
         title = (
             f"{'Fig. 2' if setting.slug == 'k3-r10' else 'As Fig. 2'}: features, {setting.imbalance}, seed {min(left)}"
         )

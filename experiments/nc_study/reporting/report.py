@@ -18,11 +18,16 @@ from . import tables
 from .document import TEMPLATES, Source, narrow, render, to_html
 from .pictures import pictures
 from .runs import Collection, Group, Run, collect, gpu_less_cpu
-from .verdicts import ALPHA, OPEN, conclusions, precision_check, progress, shown, verdicts
+from .verdicts import ALPHA, OPEN, Part, answer, conclusions, parts, precision_check, progress, shown, verdicts
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
 DEQ = "deq-implicit"
 UNCLAIMED_PAIRS = (("explicit-norm", "explicit"), (DEQ, "explicit"), (DEQ, "explicit-norm"), (DEQ, "once"))
+PART_TITLES = {
+    "mechanism": "Why: eight arms in three settings",
+    "settings": "All twenty settings, width 16",
+    "size": "Width 64, five settings",
+}
 SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 
 
@@ -42,11 +47,13 @@ def write(found: Collection, out: Path) -> Path:
     """Write report, appendix and provenance, each as Markdown and as a page, and figures/ into `out`; return the
     report's page. StudyError if nothing can be written."""
     prepare_out(out / "figures")
-    parts = [_part(group, out, f"other{number}-" if number else "") for number, group in enumerate(found.groups)]
+    made = [_part(group, out, f"other{number}-" if number else "") for number, group in enumerate(found.groups)]
     values = facts(found.groups) | {
         "findings": findings(found.groups),
-        "main": parts[0] if parts else None,
-        "others": parts[1:],
+        "main": made[0] if made else None,
+        "others": made[1:],
+        "parts": [_registered(one) for one in parts(found.groups)],
+        "printed_rate": tables.printed_rate(found.groups),
         "rejected": [vars(entry) for entry in found.rejected],
         "chosen": list(tables.chosen_rows(tuning())) if any(group.first_recipe for group in found.groups) else [],
         "runs": tables.provenance_rows(found.groups),
@@ -94,6 +101,18 @@ def facts(groups: Sequence[Group]) -> dict[str, Any]:
         "devices": {"count": len(devices), "shown": shown("overall", [devices]), "all": [*map(abs, devices)]},
         "solved": {"main": solves, "jfb": solved(first.finished if first else [], "deq-jfb")},
         "printed": PAPER[TRIAL_SETTING]["explicit"].overall.mean,
+    }
+
+
+def _registered(part: Part) -> dict[str, Any]:
+    """Values of a part of the last amendment for the template."""
+    few = part.converged is not None and part.converged < SOLVED
+    return {
+        **vars(part),
+        "title": PART_TITLES[part.name],
+        "answer": answer(part) if part.name == "mechanism" and not few else "",
+        "rows": list(tables.claim_rows(part.judged)),
+        "obstacle": f"{100 * (part.converged or 0):.1f} % of the DEQ's solves converge" if few else "",
     }
 
 

@@ -24,7 +24,7 @@ from ..rundir import RunDirectory
 
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
 NOT_OF_THE_EXPERIMENT = frozenset(
-    ("study", "model", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile")
+    ("study", "model", "cells", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile")
 )
 
 REMEDY = "remove it to have the report without it"
@@ -96,16 +96,23 @@ class Rejected:
 @dataclass
 class Group:
     """Runs of one experiment, by seed of each setting and arm; `experiment`: of one of them. `tuned`: they are of the
-    protocol's first list, and each has what the trials chose for its arm."""
+    protocol's first list, and each has what the trials chose for its arm. `own`: they are of the amendment of
+    2026-11-28, and each has the rate that the trials chose for its arm."""
 
     experiment: Experiment
     tuned: bool
+    own: bool = False
     runs: dict[tuple[Setting, str], dict[int, Run]] = field(default_factory=dict)
 
     @property
     def recipe_b(self) -> bool:
         """Whether they are the runs on which the protocol's verdicts rest."""
-        return protocol.of_recipe_b(self.experiment) and self.experiment.device == "cuda"
+        return not self.own and protocol.of_recipe_b(self.experiment) and self.experiment.device == "cuda"
+
+    @property
+    def of_the_parts(self) -> bool:
+        """Whether parts of the amendment of 2026-11-28 are judged by them."""
+        return self.own and self.experiment.weight_decay == protocol.DECAY
 
     @property
     def first_recipe(self) -> bool:
@@ -116,7 +123,8 @@ class Group:
     def recipe(self) -> str:
         """Rate / decay / gain, every other option that is not the preset's, and the device."""
         one = self.experiment
-        values = "tuned arm by arm" if self.tuned else f"{one.lr:g} / {one.weight_decay:g} / {one.scale:g}"
+        rate = "each arm's own" if self.own else f"{one.lr:g}"
+        values = "tuned arm by arm" if self.tuned else f"{rate} / {one.weight_decay:g} / {one.scale:g}"
         hidden = {*NOT_OF_THE_EXPERIMENT, *protocol.TUNED, "solver"}
         apart = [(flag_of(name)[2:], value) for name, value in one.departures.items() if name not in hidden]
         options = [
@@ -138,6 +146,8 @@ class Group:
     @property
     def not_the_papers(self) -> list[str]:
         """Ways in which these runs are not the paper's experiment."""
+        if self.own:
+            return [*paper.differences(self.experiment, ("lr",)), "rates chosen by trials"]
         if not self.tuned:
             return paper.differences(self.experiment)
         return [*paper.differences(self.experiment, protocol.TUNED), "rate, weight decay and gain chosen by trials"]
@@ -178,12 +188,14 @@ def apart(after: Mapping[int, NetworkResult], before: Mapping[int, NetworkResult
     return found
 
 
-def identity(run: Run, tuned: bool) -> tuple[Any, ...]:
-    """Return all that two runs must share to be averaged or compared; those of the first list have rate, weight decay
-    and scale of their own. On a GPU that is also the card and torch's version."""
-    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned else ())}
+def identity(run: Run, tuned: bool, own: bool = False) -> tuple[Any, ...]:
+    """Return all that two runs must share to be averaged or compared; on a GPU also the card and torch's version.
+
+    Runs of the first list have rate, weight decay and scale of their own, those of the last amendment the rate.
+    """
+    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned else ("lr",) if own else ())}
     machine = (run.result.machine.gpu, run.result.versions["torch"]) if run.result.settings.device == "cuda" else ()
-    return tuned, machine, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
+    return tuned, own, machine, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
 
 
 def gpu_less_cpu(groups: Sequence[Group]) -> list[tuple[str, float]]:
@@ -239,11 +251,13 @@ def collect(roots: Sequence[Path]) -> Collection:
 def _sort(runs: list[Run], groups: dict[tuple[Any, ...], Group]) -> Iterator[Rejected]:
     """Put runs into their groups; of two of a setting, arm and seed the one finished last counts."""
     chosen: dict[str, dict[str, float]] = {}
-    with suppress(StudyError):  # before the trials nothing is chosen
+    with suppress(StudyError):  # a report needs no trials
         chosen = protocol.tuned()
+    rates = protocol.rates()
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
         result, tuned = run.result, protocol.of_first_list(run.result.settings, chosen)
-        group = groups.setdefault(identity(run, tuned), Group(result.settings, tuned))
+        own = protocol.of_own_rate(result.settings, rates)
+        group = groups.setdefault(identity(run, tuned, own), Group(result.settings, tuned, own))
         seeds = group.runs.setdefault((result.setting, result.arm), {})
         counted = seeds.setdefault(result.settings.seed, run)
         if counted is not run:

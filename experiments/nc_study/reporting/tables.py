@@ -10,7 +10,7 @@ from itertools import product
 from ..config import Setting
 from ..figures import LABELS
 from ..paper import INCONSISTENT, PAPER, TABLES
-from ..protocol import FRESH, GRID, PRIMARY, TUNED, Claim, Tuning
+from ..protocol import FRESH, GRID, PRIMARY, PRINTED, PRINTED_LEAST, TUNED, Claim, Tuning
 from ..record import COLLAPSE, GROUPS, LATE, NetworkResult, Number, Spread
 from .runs import Group, apart, identity
 from .verdicts import NOTHING, Judgement, differences, shown
@@ -88,6 +88,34 @@ def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
             "sign test, p (Holm)": f"{one.signs:.3f}",
             "last epochs": shown("", differences(group, late, PRIMARY)) if late.quantity else NOTHING,
             "fresh seeds": shown(claim.quantity, fresh) + (", the other way" if contradicts else ""),
+        }
+
+
+def printed_rate(groups: Sequence[Group]) -> str:
+    """Say whether the printed rate is the paper's, by the protocol's rule for its recipe at width 64."""
+    balanced = PRINTED[0].setting
+    for group in groups:
+        one = group.experiment
+        if (one.preset, one.device, one.width, one.e_w, one.e_h) == ("paper", "cuda", 64, None, None):
+            for network in group.networks(balanced, "explicit").values():
+                reached = network.accuracy.overall.mean
+                word = "not " if reached < PRINTED_LEAST else ""
+                return f"{reached:.2f} % on balanced classes: the printed rate is {word}the paper's."
+    return "Not yet run: no verdict."
+
+
+def claim_rows(judged: Sequence[Judgement]) -> Iterator[Row]:
+    """Show each verdict of a part of the last amendment."""
+    for one in judged:
+        claim = one.claim
+        quantity = "slope of the gain in log10 R" if claim.quantity == "slope" else claim.quantity
+        name = next((column for column, known in QUANTITIES.items() if known == quantity), quantity)
+        yield {
+            "claim": f"{claim.name}: {LABELS[claim.arm]}, {name} {claim.expected}, {LABELS[claim.control]}",
+            "question": claim.source,
+            "verdict": one.verdict,
+            "difference": one.shown,
+            "p (signs, Holm)": f"{one.p:.3f}",
         }
 
 

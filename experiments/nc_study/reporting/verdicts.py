@@ -6,11 +6,23 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from scipy import optimize, stats
 
-from ..protocol import PRECISION_CHECK, PRIMARY, Block, Claim, counts
+from ..protocol import (
+    MECHANISM_CLAIMS,
+    PARTS,
+    PRECISION_CHECK,
+    PRIMARY,
+    SETTINGS_CLAIMS,
+    SIZE_CLAIMS,
+    Block,
+    Claim,
+    counts,
+)
+from ..record import PASSES, NetworkResult
 from .runs import Group
 
 SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "inconclusive"
@@ -18,8 +30,12 @@ EQUAL = "equal within the band"
 NOTHING = "–"
 ALPHA = 0.05
 POWER = 0.8
-BANDS = {"overall": 1.0, "nc2_centered": 0.02}
-"""Differences that are too small to matter: points of accuracy, NC2."""
+DEQ = "deq-implicit"
+SAME = 1e-12  # sums that differ by rounding, in units of the sum of sizes, count as equal
+BANDS = {"overall": 1.0, "slope": 0.0, "nc1": math.log(1.25)}
+BANDS |= dict.fromkeys(("nc2", "nc2_centered", "nc3_centered"), 0.02)
+"""Differences that are too small to matter: points of accuracy, logarithm of a ratio of NC1, NC2, NC3; for a slope
+none is."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +73,17 @@ class Estimate:
         return apart / self.error if self.error else math.copysign(math.inf, apart) if apart else 0.0
 
 
-def estimate(settings: Sequence[Sequence[float]]) -> Estimate:
-    """The mean over settings of their mean differences, each of two or more seeds: settings count alike, and each has
-    a variance of its own (Welch and Satterthwaite)."""
-    variances = [statistics.variance(one) / len(one) for one in settings]
-    total = sum(variances)
-    shares = sum(variance**2 / (len(one) - 1) for variance, one in zip(variances, settings, strict=True))
-    freedom = total**2 / shares if shares else sum(len(one) - 1 for one in settings)
+def estimate(settings: Sequence[Sequence[float]], common: bool = False) -> Estimate:
+    """The mean over settings of their mean differences, each of two or more seeds. Settings count alike. Each has a
+    variance of its own (Welch and Satterthwaite), or all have a `common` one."""
+    degrees = [len(one) - 1 for one in settings]
+    variances = [statistics.variance(one) for one in settings]
+    if common:
+        variances = [float(np.average(variances, weights=degrees))] * len(settings)
+    shares = [variance / len(one) for variance, one in zip(variances, settings, strict=True)]
+    total = sum(shares)
+    squares = sum(share**2 / degree for share, degree in zip(shares, degrees, strict=True))
+    freedom = total**2 / squares if squares and not common else sum(degrees)
     mean = statistics.fmean(map(statistics.fmean, settings))
     return Estimate(mean, math.sqrt(total) / len(settings), freedom)
 
@@ -72,15 +92,27 @@ def sign_flip(settings: Sequence[Sequence[float]]) -> float:
     """The exact two-sided p-value of no difference: how often the mean over settings is as far from 0 if every seed's
     difference may have either sign."""
     shares = np.array([one / (len(seeds) * len(settings)) for seeds in settings for one in seeds])
-    found = stats.permutation_test((shares,), np.sum, permutation_type="samples", n_resamples=np.inf, vectorized=True)
-    return float(found.pvalue)
+    bound = abs(shares.sum()) - SAME * np.abs(shares).sum()
+    # All sums are those of one half plus those of the other: 2^15 of each for 30 pairs, not 2^30.
+    first, second = (_signed_sums(half) for half in np.array_split(shares, 2))
+    second.sort()
+    above = len(second) - np.searchsorted(second, bound - first, "left")
+    below = np.searchsorted(second, -bound - first, "right")
+    return float((above + below).clip(max=len(second)).sum()) / 2.0 ** len(shares)
 
 
-def shown(quantity: str, settings: Sequence[Sequence[float]]) -> str:
+def _signed_sums(values: np.ndarray) -> np.ndarray:
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums - value, sums + value])
+    return sums
+
+
+def shown(quantity: str, settings: Sequence[Sequence[float]], common: bool = False) -> str:
     """Show the mean over settings of mean differences, of NC1 as a ratio, with its 95 % interval if each has two."""
     if not settings or not all(settings):
         return NOTHING
-    interval = estimate(settings).interval if all(len(one) > 1 for one in settings) else ()
+    interval = estimate(settings, common).interval if all(len(one) > 1 for one in settings) else ()
     form = "×{:.2f}" if quantity == "nc1" else "{:+.3f}" if quantity.startswith("nc") else "{:+.2f}"
     values = (statistics.fmean(map(statistics.fmean, settings)), *interval)
     first, *ends = [form.format(math.exp(one) if quantity == "nc1" else one) for one in values]
@@ -95,12 +127,15 @@ def holm(values: Sequence[float]) -> list[float]:
     return found
 
 
-def judge(expected: str, found: Estimate, p_different: float, p_equal: float) -> str:
-    """The verdict on an expectation, "higher" or "lower", from an estimate and its adjusted p-values."""
+def judge(expected: str, found: Estimate, p_different: float, p_equal: float, band: float = math.inf) -> str:
+    """The verdict on an expectation, "higher", "lower" or "alike", from an estimate and its adjusted p-values. What is
+    expected alike is contradicted if it differs and its 95 % interval is outside the band."""
     if p_equal <= ALPHA:
-        return EQUAL
+        return SUPPORTED if expected == "alike" else EQUAL
     if p_different > ALPHA:
         return OPEN
+    if expected == "alike":
+        return CONTRADICTED if min(map(abs, found.interval)) > band and found.p_different <= ALPHA else OPEN
     return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
@@ -159,16 +194,30 @@ def verdicts(group: Group | None, claims: Sequence[Claim]) -> list[Judgement]:
     done, needed = progress(group)
     if group is None or done < needed:
         return []
-    measured = [differences(group, claim, PRIMARY) for claim in claims]
-    found = [estimate(one) if all(len(seeds) > 1 for seeds in one) else None for one in measured]
-    different = holm([one.p_different if one else 1.0 for one in found])
-    equal = holm([one.p_equal(BANDS[claim.quantity]) if one else 1.0 for claim, one in zip(claims, found, strict=True)])
+    return judged(claims, [differences(group, claim, PRIMARY) for claim in claims], registered_signs=False)
+
+
+def judged(
+    claims: Sequence[Claim], measured: Sequence[Sequence[Sequence[float]]], registered_signs: bool
+) -> list[Judgement]:
+    """Judge claims together, from the differences of each by setting. "Not 0" rests on the flips of signs if they were
+    registered, else on Welch's test; the variance is then common to the settings, else each setting's own."""
+    found = [
+        estimate(one, common=registered_signs) if all(len(seeds) > 1 for seeds in one) else None for one in measured
+    ]
     signs = holm([sign_flip(values) if one else 1.0 for values, one in zip(measured, found, strict=True)])
+    different = signs if registered_signs else holm([one.p_different if one else 1.0 for one in found])
+    equal = holm([one.p_equal(BANDS[claim.quantity]) if one else 1.0 for claim, one in zip(claims, found, strict=True)])
     return [
         Judgement(
-            claim, judge(claim.expected, one, *p) if one else OPEN, one, p[0], shown(claim.quantity, values), sign
+            claim,
+            judge(claim.expected, one, p, p_equal, BANDS[claim.quantity]) if one else OPEN,
+            one,
+            p,
+            shown(claim.quantity, values, common=registered_signs),
+            sign,
         )
-        for claim, values, one, sign, *p in zip(claims, measured, found, signs, different, equal, strict=True)
+        for claim, values, one, sign, p, p_equal in zip(claims, measured, found, signs, different, equal, strict=True)
     ]
 
 
@@ -185,3 +234,83 @@ def conclusions(found: Mapping[str, str]) -> list[str]:
         better = f"It is not shown that {better[0].lower()}{better[1:]}."
     nearer = "brings" if {"N1", "N3", "N4"} <= held else "is not shown to bring"
     return [better, f"The DEQ's equilibrium {nearer} the features nearer to the ETF than all three controls do."]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of the amendment of 2026-11-28: its name, the numbers of finished and of all runs, and its verdicts once all
+    are finished."""
+
+    name: str
+    done: int
+    needed: int
+    judged: list[Judgement]
+    converged: float | None
+    """Share of the DEQ's solves that converge with the final weights, the smaller one of both passes; None: no run."""
+
+
+def parts(groups: Sequence[Group]) -> list[Part]:
+    """Judge the parts with claims; none has a verdict before the last of its runs."""
+    claims = {"mechanism": MECHANISM_CLAIMS, "settings": SETTINGS_CLAIMS, "size": SIZE_CLAIMS}
+    # Of several groups, such as of two cards, the one with most runs comes first.
+    own = {(one.experiment.dataset, one.experiment.width): one for one in reversed(groups) if one.of_the_parts}
+    found = []
+    for name, some in claims.items():
+        blocks = PARTS[name]
+        width = 64 if name == "size" else 16
+        networks = [
+            (arm, own[block.setting.dataset, width].networks(block.setting, arm).get(seed))
+            for block in blocks
+            for arm, seed in product(block.arms, block.seeds)
+            if (block.setting.dataset, width) in own
+        ]
+        done, needed = [one for one in networks if one[1]], sum(len(one.arms) * len(one.seeds) for one in blocks)
+        judgements = []
+        if len(done) == needed:
+            measured = [_of_claim(own, width, claim, blocks) for claim in some]
+            judgements = judged(some, measured, registered_signs=True)
+        found.append(Part(name, len(done), needed, judgements, _converged([one for arm, one in done if arm == DEQ])))
+    return found
+
+
+def _converged(networks: Sequence[NetworkResult | None]) -> float | None:
+    curves = [one.curves for one in networks if one]
+    if not curves:
+        return None
+    return min(statistics.fmean(one.get(f"{part}_converged", (0,))[-1] or 0 for one in curves) for part in PASSES)
+
+
+def _of_claim(
+    own: Mapping[tuple[str, int], Group], width: int, claim: Claim, blocks: Sequence[Block]
+) -> list[list[float]]:
+    """Differences of a claim by setting, as `judged` takes them. For the part of all settings, the units that its signs
+    flip: a long-tailed setting's mean, or a slope in log10 R of a data set, a division and a seed."""
+    quantity = "overall" if claim.quantity == "slope" else claim.quantity
+    found = {
+        block.setting: own[block.setting.dataset, width].differences(block.setting, claim.arm, claim.control, quantity)
+        for block in blocks
+    }
+    if claim in SETTINGS_CLAIMS:
+        found = {setting: seeds for setting, seeds in found.items() if setting.ratio}
+        if quantity == claim.quantity:
+            return [[statistics.fmean(seeds.values()) for seeds in found.values()]]
+        lines: dict[tuple[str, int | None, int], list[tuple[float, float]]] = {}
+        for setting, seeds in found.items():
+            for seed, gain in seeds.items():
+                line = lines.setdefault((setting.dataset, setting.majority, seed), [])
+                line.append((math.log10(setting.ratio or 1), gain))
+        return [[float(stats.linregress(*zip(*line, strict=True)).slope) for line in lines.values()]]
+    return [list(seeds.values()) for seeds in found.values()]
+
+
+def answer(part: Part) -> str:
+    """The protocol's rule of decision for the mechanism, as a sentence."""
+    if not part.judged:
+        return f"No verdict: {part.done} of the {part.needed} runs are finished."
+    verdict = {one.claim.name: one.verdict for one in part.judged}
+    helps = [verdict[name] for name in ("M1", "M2", "M3")]
+    if set(helps) == {SUPPORTED}:
+        return "A DEQ helps under imbalance: it beats the explicit network, the normalised one and its cell 4 times."
+    if {EQUAL, CONTRADICTED} & {*helps}:
+        return "A DEQ does not help under imbalance: it does not beat all three controls by a point."
+    return "It is not shown that a DEQ helps under imbalance."

@@ -1,0 +1,376 @@
+"""Phases of the short run on a GPU: each yields the rows of a case once they are measured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import deqfast
+from deqfast import _extension
+
+from . import cases, models, study_step, zoo
+from . import rivals as rival
+from .counters import profiled
+from .entry import GRAPHS, Case, Skipped, kernel_of
+from .maps import make_map
+from .record import Row
+from .session import BROUGHT, ROOT
+from .solves import PEER, Replays, solver_name
+from .suite import columns_of, measure
+from .targets import ITERATED, verdicts
+from .timing import Copy, captured, in_turns, wait
+
+SECONDS = 1.5  # of the rounds of a case
+FAULT = "FAULT"
+WHILE_LIMIT = 0.020  # ms; if a pass costs more, a body should hold more iterations
+# Expected before anything was measured, in ms: (section, case, provider) -> from, to.
+PREDICTED = {
+    ("probe", "pass of a loop with 2 kernels", "device"): (0.003, 0.008),
+    ("solves", "picard-128x8192", "cuda-graph"): (0.40, 0.50),
+    ("solves", "picard-fc-128x256", "cuda-graph"): (0.40, 0.50),
+    ("fc", "fc-solve-128x256-fp32", "cuda"): (0.2, 0.3),
+    ("rivals", "rivals-elementwise-picard-128x8192", "by-hand"): (0.2, 0.3),
+    ("rivals", "rivals-elementwise-picard-128x8192", "jaxopt"): (0.4, 0.8),
+    ("rivals", "rivals-elementwise-picard-128x8192", "optimistix"): (0.4, 0.8),
+    ("rivals", "rivals-elementwise-picard-128x8192", "torchdeq-compiled"): (3.0, 6.0),
+    ("training", "residual-anderson-jfb-32x128x4x4", "cuda"): (2.3, 2.7),
+    ("training step", "width 64, batch 128, jfb", "deq"): (25.0, 35.0),
+}
+
+
+@dataclass
+class Place:
+    """Where a phase runs. small: tiny cases, whose times mean nothing. rows: those measured so far, by all tries."""
+
+    device: str
+    small: bool
+    rows: list[Row]
+
+    def has(self, section: str, case: str, provider: str | None = None) -> bool:
+        """Whether an earlier try, or this one, has a row of this."""
+        given = [(row["section"], row["case"], *[row["provider"]] * (provider is not None)) for row in self.rows]
+        return (section, case, *[provider] * (provider is not None)) in given
+
+
+Rows = Iterator[list[Row]]
+
+
+def conclusions(rows: Sequence[Row]) -> Iterator[str]:
+    """Faults, predictions next to measurements, and the targets that the rows decide."""
+    for row in rows:
+        key = row["section"], row["case"], row["provider"]
+        if "fault" in row:
+            yield f"{FAULT} {' '.join(key)}: {row['fault']}"
+        if key in PREDICTED and "ms" in row:
+            low, high = PREDICTED[key]
+            yield f"{' '.join(key)}: {row['ms']:.4g} ms, predicted {low:g} to {high:g}"
+        if key == ("probe", "pass of a loop with 2 kernels", "device") and "ms" in row:
+            far = row["ms"] > WHILE_LIMIT
+            yield f"a body holds {'four iterations, or the step is captured whole' if far else 'two iterations'}"
+    if bits := [row for row in rows if row["section"] == "bits" and "skipped" not in row]:
+        wrong = [f"{row['case']} {row['provider']}" for row in bits if "fault" in row]
+        yield f"the loop on the device: {'NO-GO, ' + ', '.join(wrong) if wrong else 'go, bits of the eager loop'}"
+    for target, value, met in verdicts(rows):
+        if met is not None and target.on_gpu:
+            yield f"{'met' if met else 'MISSED'} {target.what}: {value:.3g}"
+
+
+def row_of(section: str, case: str, provider: str, **columns: Any) -> Row:
+    return {"section": section, "case": case, "provider": provider, **columns}
+
+
+def fault(error: Exception) -> dict[str, str]:
+    """Column of an error: why a row has no time."""
+    if isinstance(error, Skipped):
+        return {"skipped": str(error)}
+    return {"fault": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+
+
+def measured(place: Place, chosen: Iterable[Case], leave: Sequence[str] = ()) -> Rows:
+    """Rows of cases of the suite, without the providers to leave."""
+    copy = Copy(place.device, *[1 << 12] * place.small)
+    turns = {"rounds": 1, "seconds": 0.05} if place.small else {"seconds": SECONDS}
+    for case in chosen:
+        if place.device in case.devices and not place.has(case.section, case.name):
+            providers = [name for name in case.providers_on(place.device) if name not in leave]
+            found, _ = measure(case, providers, place.device, copy, **turns)
+            yield [
+                row_of(case.section, case.name, name, **fault(row)) if isinstance(row, Exception) else row
+                for name, row in found.items()
+            ]
+
+
+def of_sections(place: Place, *sections: str) -> list[Case]:
+    found = cases.SMALL if place.small else cases.CASES
+    return [case for case in found if case.section in sections and not case.full]
+
+
+# The functions of the plan.
+
+
+def extension(place: Place) -> Rows:
+    """Use the objects brought along if they were built of these sources; else build for this GPU."""
+    if place.small:
+        yield [row_of("extension", "cpu", "built", sources=str(_extension.cpp_module is not None))]
+        return
+    current = "import deqfast._extension as built, setup; assert built.cuda_module, built.cuda_reason\n"
+    current += "assert built.cuda_module.build_info()['sources'] == setup.digest('cuda'), 'built of other sources'"
+
+    def is_current() -> bool:
+        return not subprocess.run([sys.executable, "-c", current], cwd=ROOT, check=False).returncode
+
+    how, is_right = "found", is_current()
+    if not is_right and (objects := list((BROUGHT / "lib").rglob("*.so"))):
+        for path in objects:
+            (ROOT / "deqfast" / path.name).unlink(missing_ok=True)  # this process has the old one in its memory
+            shutil.copy(path, ROOT / "deqfast")
+        how, is_right = "brought along", is_current()
+    if not is_right:
+        how = "built here"
+        arch = "{}.{}".format(*torch.cuda.get_device_capability())
+        build = os.environ | {"DEQFAST_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": arch}
+        subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, env=build, check=True)
+        if not is_current():
+            raise RuntimeError("the extension that was built here does not load")
+    yield [row_of("extension", "cuda", how)]
+
+
+def probe(place: Place) -> Rows:
+    """Costs of launches, copies, waits, graphs and passes of a loop: `host` until queued, `device` until done."""
+    device = place.device
+    small, count = torch.zeros(128, 256, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    large, other = (torch.rand(*((2, 64) if place.small else (128, 8192)), device=device) for _ in range(2))
+    yield both(place, "mul_ of 128x256", lambda: small.mul_(0.9))
+    yield both(place, "addcmul of 128x8192", lambda: torch.addcmul(other, large, other))
+    yield both(place, "item()", count.item)
+    if device != "cuda":
+        return
+    pinned, event = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.Event()
+
+    def copy() -> None:
+        pinned.copy_(count, non_blocking=True)
+
+    def look(waits_after: bool = False) -> None:
+        copy()
+        event.record()
+        if waits_after:
+            event.synchronize()
+
+    look()
+    yield both(place, "4 bytes to pinned memory", copy)
+    yield both(place, "event record", event.record)
+    yield both(place, "event wait, idle device", event.synchronize)
+    yield both(place, "4 bytes, event and wait", partial(look, waits_after=True))
+
+    def times(number: int) -> None:
+        for _ in range(number):
+            small.mul_(0.9)
+
+    for number in (1, 2, 4, 8, 16, 32, 64, 128):
+        yield both(place, f"graph of {number} kernels", captured(partial(times, number)).replay)
+    several = [captured(partial(times, 4)) for _ in range(10)]
+
+    def in_turn(looks: bool) -> None:
+        for graph in several:
+            graph.replay()
+            if looks:
+                event.synchronize()
+                look()
+
+    yield both(place, "10 graphs of 4 kernels", partial(in_turn, False))
+    yield both(place, "the same, with a look after each", partial(in_turn, True))
+    for number in (0, 2, 8):
+        yield passes(place, number, small)
+
+
+def both(place: Place, case: str, call: Callable[[], Any], calls: int = 200) -> list[Row]:
+    """Milliseconds of a call: `host` until it has returned, `device` until the device is done."""
+    if place.has("probe", case):
+        return []
+    calls = 2 if place.small else calls
+    times: dict[str, list[float]] = {"host": [], "device": []}
+    for _ in range(5):
+        for name, kept in times.items():
+            wait(place.device)
+            kept.append(seconds_of_calls(call, calls, place.device, name == "device"))
+    return [row_of("probe", case, name, **columns_of(kept)) for name, kept in times.items()]
+
+
+def seconds_of_calls(call: Callable[[], Any], calls: int, device: str, waits: bool) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if waits:
+        wait(device)
+    return (time.perf_counter() - start) / calls
+
+
+def passes(place: Place, number: int, small: Tensor) -> list[Row]:
+    """Time of one pass of a loop on the device whose body has this many small kernels, from loops of 1 and 101."""
+    case, module = f"pass of a loop with {number} kernels", cast(Any, _extension.cuda_module)
+    if place.has("probe", case):
+        return []
+    if not hasattr(module, "while_graph"):
+        return [row_of("probe", case, "device", skipped="this extension has no loops")]
+    left, made = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
+    kept, seconds = [], {}
+    for length in (1, 101):
+
+        def begin(length: int = length) -> None:
+            left.fill_(length)
+            made.zero_()
+
+        def body() -> None:
+            for _ in range(number):
+                small.mul_(0.9)
+            left.sub_(1)
+
+        graphs = [captured(part, keep_graph=True) for part in (begin, body)]
+        addresses = [graph.raw_cuda_graph() for graph in graphs]
+        loop = module.while_graph(*addresses, 0, left.data_ptr(), made.data_ptr(), 1 << 20)
+        launch = partial(module.launch_graph, loop, torch.cuda.current_stream().cuda_stream)
+        launch()
+        if (made.item(), left.item()) != (length, 0):
+            return [row_of("probe", case, "device", fault=f"{made.item()} passes of {length}, {left.item()} left")]
+        kept += [graphs, loop]
+        seconds[length] = [seconds_of_calls(launch, 50, "cuda", True) for _ in range(5)]
+    each = [(long - short) / 100 for long, short in zip(seconds[101], seconds[1], strict=True)]
+    return [row_of("probe", case, "device", **columns_of(each))]
+
+
+def first_look(place: Place) -> Rows:
+    """Every fourth case of every kernel, compared with the reference."""
+    import first_look as looks
+
+    for kernel in ("torch",) if place.small else ("cuda", "triton"):
+        get = looks.op_of(kernel)
+        named = {name: check for family in looks.FAMILIES for name, check in family(kernel)}
+        for name in sorted(looks.few(kernel, [*named]), key=[*named].index):
+            if place.small and "301x37" not in name or place.has("first look", name, kernel):
+                continue
+            row = row_of("first look", name, kernel)
+            try:
+                named[name](get)
+            except Exception as error:
+                row |= fault(error)
+            yield [row]
+
+
+def bits(place: Place) -> Rows:
+    """Captured solves against eager ones by the same kernel: every number of the Solutions, also of early stops."""
+    shapes = ((2, 64),) if place.small else (cases.LAST_STAGE, cases.FC, cases.ONE)
+    for solver in cases.SOLVERS:
+        for shape in shapes:
+            for tol, most in ((solver.tol, 20), (1e-2, 19)):
+                asked = replace(solver, rtol=tol, max_iter=most)
+                case = f"{solver_name(asked)}-{'x'.join(map(str, shape))}-{most}"
+                for provider in ("cpp",) if place.small else GRAPHS:
+                    if not place.has("bits", case, provider):
+                        yield [row_of("bits", case, provider, **same_bits(place, asked, shape, provider))]
+
+
+def same_bits(place: Place, solver: Any, shape: tuple[int, ...], provider: str) -> Row:
+    f: Any = make_map("elementwise", shape, place.device, "torch")
+    z0 = torch.zeros_like(f.c)
+    try:
+        kernel = kernel_of(provider.removesuffix("-graph"), place.device).name
+        eager = deqfast.solve(f, z0, solver, kernel)
+        other = eager
+        if provider in GRAPHS:
+            (replays := Replays(solver, kernel))(f, z0)
+            replays(f, z0)  # the second is a replay
+            other = replays.last
+    except Exception as error:
+        return fault(error)
+    names = ("value", "status", "iterations", "residual_rel", "residual_abs")
+    differ = [name for name in names if not torch.equal(getattr(eager, name), getattr(other, name))]
+    differ += ["evaluations"] * (other.evaluations < int(eager.iterations.max()))
+    return {"evaluations": other.evaluations} | ({"fault": f"other bits of {', '.join(differ)}"} if differ else {})
+
+
+def loops(place: Place) -> Rows:
+    """Solves in one launch against eager ones, at the sizes of the targets."""
+    wanted = (*ITERATED, "picard-fc-128x256", "anderson-m6-fc-128x256")
+    found = {case.name: case for case in of_sections(place, "solves")}
+    yield from measured(place, found.values() if place.small else map(found.__getitem__, wanted), ("torch", PEER))
+
+
+def rivals(place: Place) -> Rows:
+    """Rivals at the same work, without torch.compile, at the sizes of the targets."""
+    chosen = [case for case in of_sections(place, "rivals") if place.small or case.name.endswith(("8192", "128x256"))]
+    yield from measured(place, chosen, (rival.COMPILED_PEER, "compiled", "packaged"))
+
+
+def compiled_peer(place: Place) -> Rows:
+    """Rivals that torch.compile compiles, next to the solve in one launch. They are of section "rivals"."""
+    wanted = [case for case in of_sections(place, "rivals") if place.small or case.name.endswith("128x8192")]
+    others = (rival.BY_HAND, *rival.JAX, "packaged", "silva-networks")
+    yield from measured(place, wanted, others)
+
+
+def published(place: Place) -> Rows:
+    """Training steps of published models: torchdeq's layer, ours, and ours with captured solves."""
+    root = Path(os.environ.get("DEQFAST_MODELS", BROUGHT / "models"))
+    for model in zoo.ROWS[2:3] if place.small else zoo.ROWS:
+        if not place.has(models.SECTION, model.name):
+            rounds, seconds = (2, 0.1) if place.small else (7, SECONDS)
+            try:
+                yield models.measure(model, root, place.device, rounds, seconds)
+            except Exception as error:
+                yield [row_of(models.SECTION, model.name, models.OURS, **fault(error))]
+    if not place.has(models.SECTION, models.MEDIAN) and (row := models.median_row(place.rows)):
+        yield [row]
+
+
+def profile(place: Place) -> Rows:
+    """The longest kernels of a solve, of a training step with convolutions and of the study's step."""
+    found = {case.name: case for case in cases.CASES}
+    wanted = [("picard-128x8192", "cuda"), ("picard-128x8192", "cuda-graph"), ("anderson-m6-128x8192", "cuda-graph")]
+    wanted += [("residual-anderson-jfb-32x128x4x4", "cuda")]
+
+    def call_of(name: str, provider: str) -> Callable[[], Any]:
+        return found[name].contender(provider, place.device).call
+
+    calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {of: partial(call_of, *of) for of in wanted}
+
+    def study_step_call() -> Callable[[], Any]:
+        return study_step.steppers_of(study_step.settings_of(64, 128, place.device))["deq"].step
+
+    calls["study, width 64, batch 128", "deq"] = study_step_call
+    for (name, provider), make in {} if place.small else calls.items():
+        if place.has("profile", name, provider):
+            continue
+        try:
+            seen = profiled(call := make())
+            if seen is None:
+                raise Skipped("the profiler is not allowed to look")
+            row = row_of("profile", name, provider, **columns_of(in_turns({0: call}, place.device, seconds=SECONDS)[0]))
+        except Exception as error:
+            yield [row_of("profile", name, provider, **fault(error))]
+            continue
+        row |= {"launches": seen.launches, "host_waits": seen.host_waits, "device_ms": seen.device_ms}
+        longest = sorted(seen.kernels.items(), key=lambda kernel: -kernel[1][1])[:12]
+        yield [row | {"busy": seen.device_ms / row["ms_min"], "kernels": [[name, *told] for name, told in longest]}]
+
+
+def study(place: Place) -> Rows:
+    """Steps of the study's two networks."""
+    sizes, seconds = ((8, 4), 0.1) if place.small else ((64, 128), 15)
+    if not place.rows:
+        yield study_step.measure(study_step.settings_of(*sizes, place.device), 2 if place.small else 30, seconds)
+
+
+def sections(place: Place, *names: str) -> Rows:
+    """All cases of sections, except those that train."""
+    yield from measured(place, [case for case in of_sections(place, *names) if not case.name.startswith("digits")])

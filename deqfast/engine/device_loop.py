@@ -1,0 +1,135 @@
+"""A solve whose loop ends on the device: a beginning, passes of two evaluations, and the results. The host never waits.
+
+The steps take their number, and whether it is the last, from the device (`k` in ``ops.steps``). All parts together make
+exactly `max_iter` evaluations if a sample needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import Kernel
+from ..ops.steps import StopRule
+from ..solvers import Anderson, Auto, Broyden, MixedAnderson, Picard, Solver
+from ..solvers.base import State, Step
+from .loop import Evaluation
+from .refusals import Option, Refusals, check_served, kinds
+
+_REPLAYS = "a graph replays the same work"
+REFUSES: Refusals = {
+    "drop_converged": _REPLAYS,
+    "stop_fn": "it would be asked on the host",
+    "lockstep": "a replay asks no other process",
+    MixedAnderson: "its mixing_fn is not captured",
+    Auto: "its stages depend on values",
+}
+DEVICE = "cuda"  # the only type of device with graphs
+EACH = 2  # evaluations of a pass: a sample that ends in the first one costs a surplus one, and a look is saved
+SERVED = (Picard, Anderson, Broyden)
+
+
+def check_device_loop(way: str, solver: Solver, kernel: Kernel, asked: Iterable[Option]) -> None:
+    """Raise an error unless the device can end a solve with this solver; `way` says what asks for that.
+
+    Raises:
+        ValueError: the solver or an option that is `asked` for needs the host.
+        RuntimeError: the kernel does.
+    """
+    check_served(way, REFUSES, [*asked, *kinds(solver)])
+    if type(solver) not in SERVED:
+        raise ValueError(f"{way} serves Picard, Anderson and Broyden, whose steps are ops, got {solver}")
+    if kernel.name == "torch":
+        raise RuntimeError(f"{way} needs kernel 'cuda' or 'triton': the steps of 'torch' read their number")
+
+
+class DeviceLoop:
+    """The evaluations of one solve, in parts.
+
+    Args:
+        evaluate: calls f.
+        rule: rule for an f that has returned this value.
+
+    Attributes:
+        first: evaluations in the beginning.
+        most: passes that may follow.
+    """
+
+    def __init__(self, evaluate: Evaluation, solver: Solver, rule: Callable[[Any], StopRule], state: State) -> None:
+        self.state, self.max_iter = state, solver.max_iter
+        self.first = 2 - self.max_iter % 2
+        self.most = (self.max_iter - self.first) // EACH
+        self._evaluate, self._solver, self._rule = evaluate, solver, rule
+        self._step: Step | None = None
+        self._made = None if state.trace is None else torch.zeros(1, dtype=torch.int64, device=state.z.device)
+
+    def begin(self) -> None:
+        """Make the first evaluations, whose numbers the host knows."""
+        for k in range(self.first):
+            self._iterate(k, k + 1 == self.max_iter)
+        self.state.carry()
+
+    def body(self) -> None:
+        """Make a pass."""
+        for _ in range(EACH):
+            self._iterate(-self.max_iter, False)
+        self.state.carry()
+
+    def _iterate(self, k: int, last: bool) -> None:
+        value, rows = self._evaluate()
+        state = self.state
+        if self._step is None:
+            state.rule = self._rule(value)
+            self._step = self._solver.bind(state)
+        self._step(rows, k, last)
+        if state.trace is not None and self._made is not None:
+            state.trace.index_copy_(0, self._made, state.residual[None])
+            self._made += 1
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether work on this device becomes a part of a CUDA graph, in which the host can read nothing."""
+    return device.type == DEVICE and torch.cuda.is_current_stream_capturing()
+
+
+def has_loops() -> bool:
+    """Return whether this torch can capture a loop."""
+    return hasattr(torch.cuda.CUDAGraph, "begin_capture_to_while_node")
+
+
+def capture_loop(loop: DeviceLoop, passes: Tensor) -> None:
+    """Add the passes to the graph that is being captured, in a loop that the device ends; `passes` (1,) counts them."""
+    graphs: Any = torch.cuda.CUDAGraph  # some supported versions of torch lack these methods
+    graph, active = graphs.get_currently_capturing_graph(), loop.state.active
+
+    def goes_on() -> Tensor:
+        return ((active > 0) & (passes < loop.most)).squeeze()
+
+    graph.begin_capture_to_while_node(goes_on())
+    try:
+        loop.body()
+        passes += 1
+        graph.set_conditional_handle_for_current_node(goes_on())
+    finally:
+        graph.end_capture_to_conditional_node()
+
+
+def advance_in_capture(loop: DeviceLoop) -> int | Callable[[], int]:
+    """Make all evaluations as a part of a CUDA graph that somebody captures; return their number.
+
+    Without loops in this torch, `max_iter` evaluations are captured. Samples that have ended stay as they are.
+    """
+    loop.begin()
+    if loop.most and has_loops():
+        capture_loop(loop, torch.zeros(1, dtype=torch.int32, device=loop.state.z.device))
+        return _unknown
+    for _ in range(loop.most):
+        loop.body()
+    return loop.max_iter
+
+
+def _unknown() -> int:
+    raise RuntimeError("a solve in a CUDA graph has as many evaluations as its replay makes: see Solution.iterations")
