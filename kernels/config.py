@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from .constants import ANDERSON_I
-
 # Up to this padded window the second sweep solves the window system itself, in 8 * 8 registers of every thread. A
 # matrix of 16 * 16 exceeds the 255 registers. If threads shared it, each of its columns would need barriers.
 MAX_INLINE_WINDOW = 8
 # Samples per program of fc_fixed_point: the fewest rows of a tensor-core product.
 FC_ROWS = 16
-# Above this padded window the second sweep works on a tile, not on a vector per row of the history. 16 bytes of each of
-# 32 rows and of their 32 sums are 256 registers, more than a thread has.
-MAX_VECTOR_WINDOW = 16
+# The share of a thread's registers that may hold sums of a sweep; more pairs take another pass.
+SHARE_OF_SUMS = 0.3
+# Warps of a sweep over the history, with all their registers: they fill a multiprocessor.
+SWEEP_WARPS = 8
+# A program of the transposed product: columns of a sample, more if MAX_PROGRAMS are too few, and warps. The registers
+# suffice for two or three on a multiprocessor, which hide each other's latency.
+TRANSPOSED_COLUMNS, TRANSPOSED_WARPS = 1024, 4
 # Programs that share a sample have at least this many columns each. The launches that sharing adds take microseconds.
 # In one microsecond, one of the A100's 108 multiprocessors reads 18 KB (2 TB/s in all): a float32 row of this length.
 MIN_COLUMNS = 4096
@@ -65,42 +67,56 @@ def picard_config(size: int, dtype: torch.dtype) -> LaunchConfig:
     return LaunchConfig(block, max(1, block * dtype.itemsize // bytes_per_warp))
 
 
-def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torch.dtype) -> LaunchConfig:
-    """16 bytes of a row per thread in the state's dtype; of a bfloat16 history in full width if registers allow.
+@dataclass(frozen=True)
+class SweepConfig(LaunchConfig):
+    """A sweep over rows of the history.
 
-    A thread holds up to three sums per pair, see ``rows_at_once``: 8 pairs of 4 columns are 64 or 96 registers. 8 warps
-    of 255 registers fill a multiprocessor; with 4, two programs share it. With 8 columns per thread the sums double. If
-    rows do not all start on 16 bytes, addresses of single elements need registers too: then a thread has 4 columns.
+    pairs: slots that it is compiled for. at_once: pairs whose sums are held in registers; more take another pass.
+    rows: loaded at once. fold: columns of a thread, which share a sum; negative if they are not adjacent.
     """
-    short = history_dtype != dtype
-    warps = 4 if padded > 8 or short else 8
-    width = 8 if short and padded <= 8 and size % 16 == 0 else 16 // dtype.itemsize
+
+    pairs: int
+    at_once: int
+    rows: int
+    fold: int
+    registers: int
+
+    def arguments(self) -> dict[str, int]:
+        """Arguments of the kernels and of the compiler."""
+        kernel = {"PAIRS": self.pairs, "PASS": self.at_once, "ROWS": self.rows, "FOLD": self.fold, "BLK": self.block}
+        return {**kernel, "num_warps": self.num_warps, "maxnreg": self.registers}
+
+
+def sweep_config(
+    size: int, window: int, held: float, dtype: torch.dtype, history_dtype: torch.dtype, warps: int | None = None
+) -> SweepConfig:
+    """16 bytes of a row of the history per thread, if rows start on 16 bytes.
+
+    held: numbers per pair that a thread holds, its sums. Sweep 2 has one, and gammas; its registers suffice for 1.5.
+    warps: the most, SWEEP_WARPS by default; with 16 a thread has 128 registers, which suffice for 8 pairs in float32.
+    Whole rounds of eight rows are compiled, or the padded window if it is shorter.
+    """
+    words, aligned = dtype.itemsize // 4, size % 16 == 0
+    width = 16 // (history_dtype if aligned else dtype).itemsize
+    pairs = min(padded_window(window), -(-max(window, 1) // 8) * 8)
+    warps = min(warps or SWEEP_WARPS, 16 if pairs <= 8 and words == 1 else 8)
     block = min(32 * warps * width, max(32, next_power_of_2(size)))
-    return LaunchConfig(block, max(1, block // (32 * width)))
+    warps = max(1, block // (32 * width))
+    registers = MAX_REGISTERS if warps <= 8 else 128
+    at_once = pairs
+    while at_once * held * words > SHARE_OF_SUMS * registers:
+        at_once = next_power_of_2(at_once) // 2
+    fold = max(1, block // (32 * warps))
+    rows = min(at_once, 8 if registers == MAX_REGISTERS and pairs <= 24 else 4)
+    return SweepConfig(block, warps, pairs, at_once, rows, fold if aligned else -fold, registers)
 
 
-def tile_config(size: int, padded: int, dtype: torch.dtype) -> LaunchConfig:
-    """A tile of the whole window, for windows too long for a vector per row: 16 KiB, 2 KiB per warp.
-
-    2 KiB per warp take 16 registers per thread for the tile, and 16 for its sums.
-    """
-    row = padded * dtype.itemsize
-    block = min(16384 // row, max(32, next_power_of_2(size)))
-    return LaunchConfig(block, max(1, block * row // 2048))
-
-
-def rows_at_once(padded: int, method: int, dtype: torch.dtype, history_dtype: torch.dtype) -> int:
-    """Pairs whose dots a sweep holds in registers: two per pair, and three for Anderson I.
-
-    A bfloat16 history is read 8 columns wide. Three for 8 pairs of 8 columns would take 192 registers: use 4 pairs.
-    """
-    wide = method == ANDERSON_I and history_dtype != dtype
-    return min(padded, 4 if wide else 8)
-
-
-def solve_config(padded: int) -> LaunchConfig:
-    """One warp needs no barriers. 16 * 16 numbers take 8 registers of each thread; 32 * 32 take 16 of two warps."""
-    return LaunchConfig(padded, max(1, padded // 16))
+def transposed_config(
+    size: int, history: int, dtype: torch.dtype, history_dtype: torch.dtype
+) -> tuple[SweepConfig, int]:
+    """The transposed product's sweeps, and programs per sample: by its length only, so that bits do not depend on B."""
+    config = sweep_config(size, history, 1, dtype, history_dtype, TRANSPOSED_WARPS)
+    return config, max(1, min(size // max(config.block, TRANSPOSED_COLUMNS), MAX_PROGRAMS))
 
 
 def multiprocessors(device: torch.device) -> int:

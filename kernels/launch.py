@@ -5,7 +5,7 @@ bytes, and the integers that are constants of the kernel. This takes longer than
 the compiled kernels of a step. ``Plans`` keeps one plan for all steps with the same kernels.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .config import device_guard
 
+OPTIONS = ("num_warps", "maxnreg")  # of the compiler
 ALIGNMENT = 16  # bytes; triton compiles other code for a tensor that begins elsewhere
 # The tensors by which every step judges its samples.
 MONITOR = ("best", "status", "iterations", "residual", "progress", "active")
@@ -26,8 +27,9 @@ class Launch:
     Args:
         kernel: jit function.
         grid: number of programs in each dimension.
-        given: arguments by name that are the same in all steps of a plan, and options of the compiler.
-        buffers: names of the tensors that a plan allocates.
+        given: arguments by name that are the same in all steps of a plan, and options of the compiler. Arguments of
+            other kernels are left out.
+        buffers: names of the tensors that a plan allocates, and of the results.
         rule: names of the numbers of the stop rule.
 
     Other arguments are found in the table of the step, under their names without "p_".
@@ -37,7 +39,7 @@ class Launch:
         self, kernel: Any, grid: tuple[int, ...], given: dict[str, Any], buffers: list[str], rule: tuple[str, ...]
     ) -> None:
         names = kernel.arg_names
-        self._options = {name: value for name, value in given.items() if name not in names}
+        self._options = {"enable_fp_fusion": False} | {name: given[name] for name in OPTIONS if name in given}
         fixed = {name: value for name, value in given.items() if name in names}
         found = [name for name in names if name not in fixed and name not in buffers]
         self._find = attrgetter(*(f"rule.{name}" if name in rule else name.removeprefix("p_") for name in found))
@@ -58,37 +60,43 @@ class Launch:
 
 
 class Plan:
-    """The launches of steps like `a`; `buffers`: shapes of tensors in the state's dtype that these share, by name."""
+    """The launches of calls like `a`.
 
-    def __init__(self, a: Any, **buffers: tuple[int, ...]) -> None:
-        self._rule, self._buffers, self._launches = a.rule._fields, buffers, list[Launch]()
+    results: names of the tensors that a call returns. buffers: shapes of tensors in the state's dtype that the launches
+    share, by name.
+    """
+
+    def __init__(self, a: Any, *results: str, **buffers: tuple[int, ...]) -> None:
+        self._rule = a.rule._fields if hasattr(a, "rule") else ()
+        self._shapes, self._names, self._launches = buffers.values(), [*buffers, *results], list[Launch]()
 
     def add(self, kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
         """Add a launch, see ``Launch``."""
-        self._launches.append(Launch(kernel, grid, given, list(self._buffers), self._rule))
+        self._launches.append(Launch(kernel, grid, given, self._names, self._rule))
 
-    def run(self, a: Any) -> None:
-        buffers = [*map(a.z.new_empty, self._buffers.values())]
+    def run(self, a: Any, state: Tensor, results: Iterable[Tensor]) -> None:
+        tensors = [*map(state.new_empty, self._shapes), *results]
         for launch in self._launches:
-            launch(a, buffers)
+            launch(a, tensors)
 
 
 class Plans:
-    """The plans of an op, made by `make` from the table of a step; `tensors` are the names of its tensors."""
+    """The plans of an op, made by `make` from the table of a call; `tensors`: the names of its tensors, state first."""
 
     def __init__(self, make: Callable[..., Plan], tensors: tuple[str, ...]) -> None:
         self._make, self._tensors = make, attrgetter(*tensors)
         self._plans: dict[Hashable, Plan] = {}
 
-    def run(self, a: Any, *choices: Hashable) -> None:
-        """Run the step of `a`. A plan depends on the state's layout and on the `choices`, values of `a`."""
-        z = a.z
-        offsets = [address % ALIGNMENT for address in map(Tensor.data_ptr, self._tensors(a))]
-        key = (*choices, *offsets, z.shape, z.dtype, z.device)
-        with device_guard(z):
+    def run(self, a: Any, *choices: Hashable, results: Iterable[Tensor] = ()) -> None:
+        """Run the call of `a`. A plan depends on the state's layout and on the `choices`, values of `a`."""
+        tensors = self._tensors(a)
+        state = tensors[0]
+        offsets = [address % ALIGNMENT for address in map(Tensor.data_ptr, tensors)]
+        key = (*choices, *offsets, state.shape, state.dtype, state.device)
+        with device_guard(state):
             plan = self._plans.get(key)
             if plan is None:
                 if len(self._plans) >= MAX_PLANS:
                     self._plans.clear()
                 plan = self._plans.setdefault(key, self._make(a, *choices))
-            plan.run(a)
+            plan.run(a, state, results)

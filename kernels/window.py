@@ -9,7 +9,7 @@ N is scaled by the lengths of its pairs and eliminated without pivoting, newest 
 """
 
 # The language of jit functions grows tuples in loops.
-# mypy: disable-error-code="assignment, var-annotated"
+# mypy: disable-error-code="assignment, misc, var-annotated"
 import triton
 import triton.language as tl
 
@@ -49,10 +49,24 @@ def slots_by_age(newest, M, MP: tl.constexpr):
 
 
 @triton.jit
-def load_row(p_history, newest, age, n, M, D, end, o_d):
-    """The columns o_d, below `end`, of the pair of that age; zeros past the window."""
-    o_row = slot_of(newest, age, M).to(tl.int64) * D
-    return tl.load(p_history + o_row + o_d, mask=o_d < tl.where(age < n, end, 0), other=0.0)
+def in_window(slot, window, youngest=0):
+    """Whether a slot has a pair of an age from `youngest` to n - 1. window: M, n and the slot of the newest pair."""
+    M, n, newest = window
+    age = tl.where(newest >= slot, newest - slot, newest - slot + M)
+    return (slot < M) & (age >= youngest) & (age < n)
+
+
+@triton.jit
+def load_rows(p_rows, first: tl.constexpr, ROWS: tl.constexpr, window, youngest, D, m_d):
+    """A tuple of the rows in ROWS slots from `first` on; zeros in slots that are not ``in_window``.
+
+    p_rows: pointers to the columns of slot 0; m_d: their mask.
+    """
+    rows = ()
+    for slot in tl.static_range(first, first + ROWS):
+        m = m_d & in_window(slot, window, youngest)
+        rows = rows + (tl.load(p_rows + tl.full([], slot, tl.int64) * D, mask=m, other=0.0),)
+    return rows
 
 
 @triton.jit
@@ -69,18 +83,18 @@ def _inverse_length(p_square, mask):
 
 
 @triton.jit
-def _with_ridge(x, ridge):
-    """x moved away from zero by the ridge."""
+def _shift(x, ridge):
+    """What moves x away from zero by the ridge."""
     b_ridge = scalar(ridge, x.dtype)
-    return x + tl.where(x < 0, -b_ridge, b_ridge)
+    return tl.where(x < 0, -b_ridge, b_ridge)
 
 
 @triton.jit
 def small_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr):
-    """gamma of N gamma = t as a tuple of MP scalars, newest pair first.
+    """gamma of N gamma = t by slot, a tuple of MP scalars; p_t points to t by slot.
 
     Every thread eliminates by itself and substitutes backwards, without barriers or exchange. The matrix takes MP * MP
-    registers: use this for small windows. ``gamma_of`` takes fewer, and rounds differently.
+    registers: use this for small windows. ``warp_gamma`` takes fewer, and rounds differently.
     """
     dtype: tl.constexpr = p_gram.dtype.element_ty
     p_left_squares, p_change_squares = squares_of(p_gram, M)
@@ -102,9 +116,9 @@ def small_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.c
                 x = tl.load(p_gram + slots[i] * M + slots[j], mask=(i < n) & (j < n), other=0.0)
                 x = x * left_scale[i] * right_scale[j]
             if is_anderson(METHOD) & (i == j):
-                x = _with_ridge(x, ridge)
+                x = x + _shift(x, ridge)
             a = a + (x,)
-        b = b + (tl.load(p_t + i, mask=i < n, other=0.0) * left_scale[i],)
+        b = b + (tl.load(p_t + slots[i], mask=i < n, other=0.0) * left_scale[i],)
 
     kept = n * 0
     for c in tl.static_range(MP):
@@ -135,21 +149,36 @@ def small_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.c
             rhs = rhs - tl.where(i < kept, a[c * MP + i] * gammas[i - c - 1], 0.0)
         gammas = (tl.where(c < kept, rhs / tl.where(c < kept, a[c * MP + c], 1.0), 0.0),) + gammas
     overflows = kept < 0
+    scaled = ()
     for i in tl.static_range(MP):
-        overflows = overflows | (is_finite(gammas[i] * right_scale[i]) == 0)
+        scaled = scaled + (gammas[i] * right_scale[i],)
+        overflows = overflows | (is_finite(scaled[i]) == 0)
     result = ()
-    for i in tl.static_range(MP):
-        result = result + (tl.where(overflows, 0.0, gammas[i] * right_scale[i]),)
+    for slot in tl.static_range(MP):
+        gamma = scalar(0.0, dtype)
+        for i in tl.static_range(MP):
+            gamma = tl.where((slots[i] == slot) & (i < n) & (overflows == 0), scaled[i], gamma)
+        result = result + (gamma,)
     return result
 
 
 @triton.jit
-def gamma_of(
-    p_gram, b_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr, TRANSPOSED: tl.constexpr = False
-):
-    """gamma (MP,) by age of N gamma = t, or of N^T gamma = t, for windows of any length.
+def _lane(b_x, i):
+    """Entry i of a vector with one entry per lane, for all lanes: one exchange."""
+    return tl.gather(b_x, tl.full([b_x.shape[0]], i, tl.int32), axis=0)
 
-    Gauss-Jordan: a column is eliminated above the diagonal too, so that no substitution follows.
+
+@triton.jit
+def _is_regular(b_pivot):
+    return tl.max((tl.abs(b_pivot) >= constant("PIVOT_FLOOR")).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def warp_gamma(p_gram, b_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """gamma (MP,) by age of N gamma = t, or of N^T gamma = t, for windows of any length in a program of one warp.
+
+    Lane i has the row of the pair of age i, an entry per register. Gauss-Jordan: a column is eliminated above the
+    diagonal too, so that no substitution follows. Then the rows move left, so that the next column is the first.
     """
     dtype: tl.constexpr = p_gram.dtype.element_ty
     o_i = tl.arange(0, MP)
@@ -160,33 +189,34 @@ def gamma_of(
         p_row_squares, p_column_squares = p_column_squares, p_row_squares
     b_sl = _inverse_length(p_row_squares + slot, m_i)
     b_sr = _inverse_length(p_column_squares + slot, m_i)
-    m_a = m_i[:, None] & m_i[None, :]
-    o_a = slot[None, :] * M + slot[:, None] if TRANSPOSED else slot[:, None] * M + slot[None, :]  # [MP, MP]
-    b_a = tl.load(p_gram + o_a, mask=m_a, other=0.0)
-    b_a = b_a * b_sl[:, None] * b_sr[None, :]
-    if is_triangular(METHOD):
-        is_zero = o_i[:, None] > o_i[None, :] if TRANSPOSED else o_i[:, None] < o_i[None, :]
-        b_a = tl.where(is_zero, 0.0, b_a)
-    if is_anderson(METHOD):
-        b_a = tl.where(o_i[:, None] == o_i[None, :], _with_ridge(b_a, ridge), b_a)
+    row = ()
+    b_shift = tl.zeros([MP], dtype)  # what the ridge adds to the diagonal
+    for j in tl.static_range(MP):
+        other = slot_of(newest, j, M)
+        m_a = m_i & (j < n)
+        if is_triangular(METHOD):
+            m_a = m_a & (o_i <= j if TRANSPOSED else o_i >= j)
+        b_a = tl.load(p_gram + (other * M + slot if TRANSPOSED else slot * M + other), mask=m_a, other=0.0)
+        row = row + (b_a * b_sl * _lane(b_sr, j),)
+        if is_anderson(METHOD):
+            b_shift = tl.where(o_i == j, _shift(row[j], ridge), b_shift)
     b_b = b_t * b_sl
-
     kept = n * 0
-    b_pivot = tl.full([MP], 1.0, dtype)
-    for c in range(n):
-        is_c = o_i == c
-        b_row = tl.sum(tl.where(is_c[:, None], b_a, 0.0), axis=0)
-        b_col = tl.sum(tl.where(is_c[None, :], b_a, 0.0), axis=1)
-        pivot = tl.sum(tl.where(is_c, b_row, 0.0), axis=0)
-        rhs = tl.sum(tl.where(is_c, b_b, 0.0), axis=0)
-        regular = (kept == c) & (tl.abs(pivot) >= constant("PIVOT_FLOOR"))
-        kept += regular.to(tl.int32)
-        b_pivot = tl.where(regular & is_c, pivot, b_pivot)
-        m_r = regular & (o_i != c)
-        b_factor = b_col / tl.where(regular, pivot, 1.0)
-        b_a = tl.where(m_r[:, None], b_a - b_factor[:, None] * b_row[None, :], b_a)
-        b_b = tl.where(m_r, b_b - b_factor * rhs, b_b)
-    b_gamma = tl.where(o_i < kept, b_b / b_pivot, 0.0)
-    b_gamma = b_gamma * b_sr
+    b_pivots = tl.full([MP], 1.0, dtype)
+    b_pivot = _lane(row[0] + b_shift, kept)
+    regular = _is_regular(b_pivot) & (n > 0)
+    while regular:
+        is_other = o_i != kept
+        b_pivots = tl.where(is_other, b_pivots, b_pivot)
+        b_factor = tl.where(is_other, row[0] / b_pivot, 0.0)
+        b_b = b_b - b_factor * _lane(b_b, kept)
+        moved = ()
+        for j in tl.static_range(1, MP):
+            moved = moved + (row[j] - b_factor * _lane(row[j], kept),)
+        row = moved + (tl.zeros([MP], dtype),)
+        kept += 1
+        b_pivot = _lane(row[0] + b_shift, tl.minimum(kept, MP - 1))
+        regular = _is_regular(b_pivot) & (kept < n)
+    b_gamma = tl.where(o_i < kept, b_b / b_pivots, 0.0) * b_sr
     overflows = tl.sum(tl.where(is_finite(b_gamma), 0, 1), axis=0)
     return tl.where(overflows == 0, b_gamma, 0.0)

@@ -102,7 +102,8 @@ def condition(case: Case, args, exact) -> float:
 
 
 # Of the CPU also a size of several chunks, of which two threads share three samples: see csrc/cpu/samples.h.
-SIZES = [(1, 1, 3), (63, 4, 6), (777, 3, 2), (64, 12, 12), (40, 20, 19)]
+# The longest is shared by blocks, and its last one is short.
+SIZES = [(1, 1, 3), (63, 4, 6), (777, 3, 2), (64, 12, 12), (40, 20, 19), (8200, 10, 12)]
 RUNS = [(made, *size) for made in ("cpp", "triton", "cuda", "emulated") for size in SIZES]
 
 
@@ -125,13 +126,15 @@ def test_accuracy(method, dtype, size, history, k, op, implementation, set_threa
     assert_close(actual[2], case.alpha * case.beta * args[0][2], rounding(case.dtype, 2))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("size", [70, 8200])
 @every_method
-def test_an_empty_batch_and_the_same_bits(method, op, implementation, set_threads):
+def test_an_empty_batch_and_the_same_bits(method, size, op, implementation, set_threads):
     product, device = op
-    case = Case(method, batch=3, size=70, history=4)
+    case = Case(method, batch=3, size=size, history=4)
     args = arguments(case, 6, [3, 2, 0], device)
     check_bits(product, [*args, *scalars(case)], implementation, set_threads, case.batch)
-    assert product(*(tensor[:0] for tensor in args), *scalars(case)).shape == (0, 70)
+    assert product(*(tensor[:0] for tensor in args), *scalars(case)).shape == (0, size)
 
 
 @pytest.mark.parametrize("name", ["anderson", "anderson-I"])

@@ -93,14 +93,14 @@ def shared_size(request, implementation, set_threads, monkeypatch) -> Iterator[i
         emulate.set_device(processors=4, shared_memory=99 * 1024)
     else:
         from deqfast.kernels import multisecant_step, picard_step
-        from deqfast.kernels.config import LaunchConfig
 
         # Of 777 elements in blocks of 128 each of three programs has some, of 64 in blocks of 16 the third has none.
-        for module, configs in ((picard_step, ["picard_config"]), (multisecant_step, ["sweep_config", "tile_config"])):
+        block = 128 if odd else 16
+        for module, config in ((picard_step, "picard_config"), (multisecant_step, "sweep_config")):
+            made = getattr(module, config)
             monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: 3)
             monkeypatch.setattr(module._PLANS, "_plans", {})
-            for config in configs:
-                monkeypatch.setattr(module, config, lambda *_: LaunchConfig(128 if odd else 16, 1))
+            monkeypatch.setattr(module, config, lambda *a, made=made: replace(made(*a), block=block, num_warps=1))
         yield 777 if odd else 64
 
 

@@ -49,19 +49,21 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
 INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
-SCALAR_LOADS = ("solve", "means", "row", "picard/judge", "left/judge")  # kernels whose loads need not be wide
+SCALAR_LOADS = ("solve", "means", "row", "picard/judge", "judge", "gamma")  # kernels whose loads need not be wide
 STEP_KERNELS = {
     "picard/sums": picard_step._picard_sums_kernel,
     "picard/judge": picard_step._picard_judge_kernel,
     "picard/step": picard_step._picard_step_kernel,
     "left": multisecant_step._multisecant_left_kernel,
-    "left/sums": multisecant_step._multisecant_left_sums_kernel,
-    "left/judge": multisecant_step._multisecant_left_judge_kernel,
+    "left/shared": multisecant_step._multisecant_left_kernel,
+    "judge": multisecant_step._multisecant_judge_kernel,
     "solve": multisecant_step._multisecant_solve_kernel,
     "right": multisecant_step._multisecant_right_kernel,
-    "right/step": multisecant_step._multisecant_right_step_kernel,
+    "right/shared": multisecant_step._multisecant_right_kernel,
     "row": multisecant_step._multisecant_row_kernel,
-    "transp": multisecant_step._multisecant_transposed_kernel,
+    "dots": multisecant_step._transposed_dots_kernel,
+    "gamma": multisecant_step._transposed_gamma_kernel,
+    "product": multisecant_step._transposed_product_kernel,
 }
 NORM_KERNELS = {
     "act": norm_act._norm_act_kernel,
@@ -70,7 +72,7 @@ NORM_KERNELS = {
     "resid'": norm_act_residual._norm_act_residual_backward_kernel,
 }
 INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "hold", "last", "absolute", "count"}
-INTEGERS |= {"S", "stride", "max_iter", "maximum"}
+INTEGERS |= {"S", "W", "stride", "max_iter", "maximum"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Case:
     For the fully connected kernels, `method` is the activation and `history` the dtype of the weight. For the kernels
     of neural collapse, there are `size` columns of features of dtype `state` and `window` directions. For the norm
     kernels, there are `size` pixels of `window` channels in 8 groups, accumulated in `state`; y has the dtype
-    `history`, x and z the dtype named by `method`.
+    `history`, x and z the dtype named by `method`. warps: of a sweep, 0 for its configuration.
     """
 
     kernel: str
@@ -89,6 +91,7 @@ class Case:
     window: int = 0
     method: str = ""
     size: int = 8192
+    warps: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,15 +134,18 @@ def table() -> list[Case]:
     cases += [Case(stage, state, size=65536) for stage in stages for state in ("fp32", "fp64")]
     for history, window in (("fp32", 8), ("bf16", 8), ("fp32", 16), ("fp64", 32)):
         state = "fp64" if history == "fp64" else "fp32"
-        cases += [Case(kernel, state, history, window, "and1", 65536) for kernel in ("left/sums", "left/judge")]
-        cases += [Case(kernel, state, history, window, "good", 65536) for kernel in ("right/step", "row")]
-    cases += [Case("left/sums", "fp32", "bf16", 6, "and2", 65537), Case("right/step", "fp32", "fp32", 8, "good", 65537)]
+        cases += [Case(kernel, state, history, window, "and1", 65536) for kernel in ("left/shared", "judge")]
+        cases += [Case(kernel, state, history, window, "good", 65536) for kernel in ("right/shared", "row")]
+    cases += [Case("left/shared", "fp32", "bf16", 6, "and2", 65537)]
+    cases += [Case("right/shared", "fp32", "fp32", 8, "good", 65537)]
     for window, history in ((6, "bf16"), (20, "fp32")):
         cases += [Case(kernel, "fp32", history, window, "and2") for kernel in ("left", "right")]
     cases += [Case("left", "fp32", "fp32", 10, "bad"), Case("left", "fp32", "fp32", 20, "good")]
     cases += [Case("left", "fp32", "bf16", 6, "and2", size) for size in (777, 1)]
     cases += [Case("left", "fp32", "bf16", 8, "good", 777)]
     cases += [Case("left", "fp32", "fp32", 16, "and1", 777), Case("right", "fp32", "fp32", 8, "good", 1)]
+    for method in ("and1", "and2"):
+        cases += [Case(kernel, "fp32", "bf16", 8, method, warps=16) for kernel in ("left", "right")]
     cases += [
         Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
     ]
@@ -149,11 +155,10 @@ def table() -> list[Case]:
         for activation in (("tanh", "gelu") if size in (128, 256) else ("tanh",))
     ]
     cases += [Case("fc_vjp", state, "", 0, "gelu", 32768) for state in ("fp32", "fp64")]
-    cases += [
-        Case("transp", "fp32", history, window, "and1")
-        for window, history in ((6, "bf16"), (8, "fp32"), (20, "fp32"), (32, "bf16"))
-    ]
-    cases += [Case("transp", "fp64", "fp64", 32, "good"), Case("transp", "fp32", "fp32", 6, "bad", 777)]
+    for window, history in ((6, "bf16"), (20, "fp32"), (32, "bf16"), (32, "fp64")):
+        state = "fp64" if history == "fp64" else "fp32"
+        cases += [Case(kernel, state, history, window, "and1") for kernel in ("dots", "gamma", "product")]
+    cases += [Case(kernel, "fp32", "fp32", 6, "bad", 777) for kernel in ("dots", "product")]
     for channels, pixels in ((512, 16), (256, 64), (64, 1024)):
         cases += [
             Case(kernel, "fp32", dtype, channels, dtype, pixels)
@@ -238,27 +243,24 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
 
 def specialise_step(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
     """As ``specialise``, for the steps of the solvers."""
-    dtype, history = DTYPES[case.state], DTYPES.get(case.history)
+    dtype = DTYPES[case.state]
+    launch: config.LaunchConfig = config.picard_config(case.size, dtype)
     if case.kernel == "picard":
-        launch = config.picard_config(case.size, dtype)
-        constants = {"ON_CHIP": case.size <= launch.block, "BLK": launch.block}
-        return picard_step._picard_kernel, {**constants, **one(case)}, launch
+        on_chip = {"ON_CHIP": case.size <= launch.block, "BLK": launch.block}
+        return picard_step._picard_kernel, {**on_chip, **one(case)}, launch
     kernel, padded = STEP_KERNELS[case.kernel], config.padded_window(case.window)
-    tiled = case.kernel.startswith("right") and padded > config.MAX_VECTOR_WINDOW
-    if case.kernel in ("picard/judge", "left/judge", "row"):
+    constants: dict[str, object] = {**one(case), "MP": padded, "SHARED": case.kernel.endswith("/shared")}
+    constants |= {"SOLVE": padded <= config.MAX_INLINE_WINDOW, "METHOD": METHODS.get(case.method)}
+    if case.kernel in ("picard/judge", "judge", "row", "solve", "gamma"):
         launch = config.JUDGE_CONFIG
-    elif case.kernel.startswith("picard"):
-        launch = config.picard_config(case.size, dtype)
-    elif case.kernel == "solve":
-        launch = config.solve_config(padded)
-    elif case.kernel == "transp" or tiled:
-        launch = config.tile_config(case.size, padded, dtype)
-    else:
-        launch = config.sweep_config(case.size, padded, dtype, history)
-    constants = {**one(case), "MP": padded, "BLK": launch.block, "SOLVE": padded <= config.MAX_INLINE_WINDOW}
-    if case.method:
-        method = METHODS[case.method]
-        constants |= {"METHOD": method, "ROWS": config.rows_at_once(padded, method, dtype, history), "TILE": tiled}
+    elif case.kernel in ("dots", "product"):
+        launch, _ = config.transposed_config(case.size, case.window, dtype, DTYPES[case.history])
+    elif not case.kernel.startswith("picard"):
+        held = (3 if case.method == "and1" else 2) if case.kernel.startswith("left") else 1.5
+        launch = config.sweep_config(case.size, case.window, held, dtype, DTYPES[case.history], case.warps)
+    if isinstance(launch, config.SweepConfig):
+        constants |= launch.arguments()
+    constants["BLK"] = launch.block
     return kernel, {name: value for name, value in constants.items() if name in kernel.arg_names}, launch
 
 
@@ -306,7 +308,9 @@ def compile_case(case: Case, arch: int) -> Row:
         options["maxnreg"] = config.picard_registers(DTYPES[case.state], whole=True)
     elif case.kernel == "picard/sums":
         options["maxnreg"] = config.SUMS_REGISTERS
-    elif case.kernel.startswith(("left", "right", "transp", "picard/", "fc")):
+    elif isinstance(launch, config.SweepConfig):
+        options["maxnreg"] = launch.registers
+    elif case.kernel.startswith(("judge", "row", "picard/", "fc")):
         options["maxnreg"] = config.MAX_REGISTERS
     elif case.kernel in NORM_KERNELS:
         options["maxnreg"] = config.NORM_REGISTERS

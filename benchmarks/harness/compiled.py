@@ -49,6 +49,7 @@ def triton_kernels() -> tuple[str, Rows]:
         case = entry["case"]
         dtypes = "/".join(filter(None, (case["state"], case["history"])))
         parts = [case["kernel"], dtypes, case["method"], f"window={case['window']}", f"size={case['size']}"]
+        parts += [f"warps={case['warps']}"] if case["warps"] else []
         row = rows.setdefault(" ".join(filter(None, parts)), {})
         row |= {f"{name} sm_{entry['arch']}": entry[name] for name in MEASURED}
     minor = ".".join(importlib.metadata.version("triton").split(".")[:2])  # patch releases share a baseline

@@ -51,11 +51,10 @@ def function_case(name: str, op: str, moved: float, arguments: Callable[[str], l
     return Case("ops", name, KERNELS, ("torch",), contender)
 
 
-def full_window(method: str | None, batch: int, dim: int, history: int, history_dtype: Any = None) -> states.Case:
+def full_window(method: str | None, batch: int, dim: int, history: int, **dtypes: Any) -> states.Case:
     """Step of Picard (method None) or of a multisecant method whose window is full."""
     damping = 0.5 if method is None else 1.0
-    shape = (method, batch, dim, history)
-    return states.Case(*shape, k=history, history_dtype=history_dtype, damping=damping, tol=0.0, wobble=0.5)
+    return states.Case(method, batch, dim, history, k=history, damping=damping, tol=0.0, wobble=0.5, **dtypes)
 
 
 def step_case(
@@ -64,18 +63,20 @@ def step_case(
     dim: int,
     history: int = 1,
     history_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     **given: Any,
 ) -> Case:
     """Step of Picard (method None) or of a multisecant method whose window of `history` pairs is full.
 
     Every call of Picard's step copies its iterate, the best so far. No other step finds a best iterate.
     """
-    step = full_window(method, batch, dim, history, history_dtype)
+    step = full_window(method, batch, dim, history, history_dtype=history_dtype, dtype=dtype)
     kind, op, passes = "picard", "picard_step", float(traffic.PICARD_PASSES)
     if method is not None:
         kind, op = f"{LABELS[method]}{history}", "multisecant_step"
         passes = traffic.multisecant_passes(history, traffic.width(history_dtype))
-    name = f"{kind}{'-bf16' if history_dtype else ''}-step-{batch}x{dim}"
+    short = "-bf16" if history_dtype else "-fp64" if dtype == torch.float64 else ""
+    name = f"{kind}{short}-step-{batch}x{dim}"
     contender = partial(step_contender, op, step, passes)
     return Case("ops", name, KERNELS, ("torch",), contender, **given)
 

@@ -3,6 +3,7 @@
 // sample do, and each block does the small solve by itself. See ../cpu/multisecant_step.cpp.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "../common/steps.h"
@@ -441,58 +442,97 @@ void launch(const MultisecantParams<T, H>& params, const Tensor& z) {
   }
 }
 
-// out = alpha (beta v - L gamma), N^T gamma = DF^T v: one block per sample.
+// out = alpha (beta v - L gamma), N^T gamma = DF^T v. Several blocks share a long sample: a first launch leaves DF^T v of
+// their columns; each block of a second adds these up, solves, and has its own columns. Their number depends only on
+// the sample's length, so that its bits do not depend on the batch.
+constexpr int64_t kShare = 1024;  // columns of a block; each is read twice for 2 n elements in all
+constexpr int kTransposedRows = 8;  // rows of the history whose loads are concurrent
+
 template <class T, class H, int kVector>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 4 : 2)
-    multisecant_transposed_kernel(const TransposedParams<T, H> p) {
-  constexpr int kRows = 4;  // rows of the history whose loads are concurrent
-  __shared__ BlockSums<T, kMaxGpuHistory> sums;
-  __shared__ SmallSolve<T> small;
-  const int64_t row = blockIdx.x, history = row * p.history * p.dim;
+__device__ void load_window(const H* history, const Window& window, int first, int64_t dim, int64_t d,
+                            Pack<H, kVector> (&pairs)[kTransposedRows]) {
+#pragma unroll
+  for (int r = 0; r < kTransposedRows; ++r) {
+    pairs[r] = load_if<H, kVector>(first + r < window.size(), history + window.slot(first + r) * dim + d);
+  }
+}
+
+// DF^T v over the columns, by slot; complete for all threads on return.
+template <class T, class H, int kVector>
+__device__ void transposed_dots(const TransposedParams<T, H>& p, int64_t row, const Columns& columns,
+                                BlockSums<T, kMaxGpuHistory>& sums) {
+  const H* df = p.df + row * p.history * p.dim;
+  const T* v = p.v + row * p.dim;
   const Window window = p.window(row);
   const int n = window.size();
-  const T* v = p.v + row * p.dim;
-  const auto load_rows = [&](const H* rows, int64_t d, int first, Pack<H, kVector>(&pairs)[kRows]) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      pairs[r] = load_if<H, kVector>(first + r < n, rows + window.slot(first + r) * p.dim + d);
-    }
-  };
   sums.clear(p.history);
-  if (n) small.fetch(p.gram + row * (p.history + 2) * p.history, p.history);
-  for (int first = 0; first < n; first += kRows) {
-    T dots[kRows] = {};
-    for (int64_t d = threadIdx.x * kVector; d < p.dim; d += kThreads * kVector) {
-      Pack<H, kVector> pairs[kRows];
-      load_rows(p.df + history, d, first, pairs);
+  for (int first = 0; first < n; first += kTransposedRows) {
+    T dots[kTransposedRows] = {};
+    for (int64_t d = columns.begin + threadIdx.x * kVector; d < columns.end; d += kThreads * kVector) {
+      Pack<H, kVector> pairs[kTransposedRows];
+      load_window<T, H, kVector>(df, window, first, p.dim, d, pairs);
       const auto x = load<T, kVector>(v + d);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kTransposedRows; ++r) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) dots[r] += convert<T>(pairs[r].value[i]) * x.value[i];
       }
     }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kTransposedRows; ++r) {
       if (first + r < n) sums.add(window.slot(first + r), dots[r]);
     }
   }
-  wait_for_copies();
   sums.finish(p.history);
+}
+
+template <class T, class H, int kVector>
+__global__ void __launch_bounds__(kThreads, 2) multisecant_dots_kernel(const TransposedParams<T, H> p, T* parts) {
+  __shared__ BlockSums<T, kMaxGpuHistory> sums;
+  const int64_t row = blockIdx.x;
+  transposed_dots<T, H, kVector>(p, row, Columns(p.dim), sums);
+  T* to = parts + (row * gridDim.y + blockIdx.y) * kMaxGpuHistory;
+  if (threadIdx.x < p.history) to[threadIdx.x] = sums.totals[threadIdx.x];
+}
+
+// parts (B, blocks, 32): what the first launch left, or null if there was none.
+template <class T, class H, int kVector>
+__global__ void __launch_bounds__(kThreads, 2)
+    multisecant_transposed_kernel(const TransposedParams<T, H> p, const T* parts) {
+  __shared__ BlockSums<T, kMaxGpuHistory> sums;
+  __shared__ SmallSolve<T> small;
+  const int64_t row = blockIdx.x;
+  const Window window = p.window(row);
+  const int n = window.size(), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Columns columns(p.dim);
+  if (n) small.fetch(p.gram + row * (p.history + 2) * p.history, p.history);
+  if (parts == nullptr) {
+    transposed_dots<T, H, kVector>(p, row, columns, sums);
+  } else {
+    T total = 0;  // each warp adds every eighth part; its lanes have a slot each
+    for (unsigned part = warp; part < gridDim.y; part += kWarps) {
+      if (lane < p.history) total += parts[(row * gridDim.y + part) * kMaxGpuHistory + lane];
+    }
+    sums.slots[warp][lane] = total;
+    sums.finish(p.history);
+  }
+  wait_for_copies();
+  __syncthreads();
   if (n && threadIdx.x < 32) {
     const Gram<T> gram = small.matrix(p.history);
     solve_window<true, T>({gram.entries, gram.stride}, sums.totals, small.gamma, window, p.method, p.ridge);
   }
   __syncthreads();
-  for (int64_t d = threadIdx.x * kVector; d < p.dim; d += kThreads * kVector) {
-    auto x = load<T, kVector>(v + d);
+  const H* left = p.left + row * p.history * p.dim;
+  for (int64_t d = columns.begin + threadIdx.x * kVector; d < columns.end; d += kThreads * kVector) {
+    auto x = load<T, kVector>(p.v + row * p.dim + d);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x.value[i] *= p.beta;
-    for (int first = 0; first < n; first += kRows) {
-      Pack<H, kVector> pairs[kRows];
-      load_rows(p.left + history, d, first, pairs);
+    for (int first = 0; first < n; first += kTransposedRows) {
+      Pack<H, kVector> pairs[kTransposedRows];
+      load_window<T, H, kVector>(left, window, first, p.dim, d, pairs);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kTransposedRows; ++r) {
         if (first + r >= n) break;
         const T weight = small.gamma[window.slot(first + r)];
 #pragma unroll
@@ -503,6 +543,22 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 4 : 2)
     for (int i = 0; i < kVector; ++i) x.value[i] *= p.alpha;
     store_global(p.out + row * p.dim + d, x);
   }
+}
+
+template <class T, class H, int kVector>
+void launch_transposed(const TransposedParams<T, H>& params, const Tensor& v) {
+  const unsigned batch = grid_of(params.batch, "multisecant_transposed");
+  const cudaStream_t stream = current_stream(v);
+  const unsigned blocks = params.dim < kLong ? 1 : std::min<int64_t>(params.dim / kShare, 64);
+  if (blocks == 1) {
+    multisecant_transposed_kernel<T, H, kVector><<<batch, kThreads, 0, stream>>>(params, nullptr);
+  } else {
+    const Tensor memory = workspace(v, params.batch * blocks * kMaxGpuHistory * sizeof(T));
+    T* parts = static_cast<T*>(memory.mutable_data_ptr());
+    multisecant_dots_kernel<T, H, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, parts);
+    multisecant_transposed_kernel<T, H, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, parts);
+  }
+  check_launch("multisecant_transposed");
 }
 
 struct Kernels : OnDevice {
@@ -525,14 +581,11 @@ struct Kernels : OnDevice {
     if (params.batch == 0) return;
     const torch::stable::accelerator::DeviceGuard guard(v.get_device_index());
     constexpr int kVector = 16 / sizeof(H);
-    const unsigned batch = grid_of(params.batch, "multisecant_transposed");
-    const cudaStream_t stream = current_stream(v);
     if (aligned<kVector>(params.dim, params.v, params.out, params.left, params.df)) {
-      multisecant_transposed_kernel<T, H, kVector><<<batch, kThreads, 0, stream>>>(params);
+      launch_transposed<T, H, kVector>(params, v);
     } else {
-      multisecant_transposed_kernel<T, H, 1><<<batch, kThreads, 0, stream>>>(params);
+      launch_transposed<T, H, 1>(params, v);
     }
-    check_launch("multisecant_transposed");
   }
 };
 

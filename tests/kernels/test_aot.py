@@ -8,8 +8,8 @@ from harness.compiled import Unavailable, ahead_of_time
 # Compiled together: each group and architecture takes a process, which takes seconds to start.
 GROUPS = [
     ("picard", "picard/sums", "picard/judge", "picard/step"),
-    ("left", "left/sums", "left/judge"),
-    ("right", "right/step", "row", "solve", "transp"),
+    ("left", "left/shared", "judge"),
+    ("right", "right/shared", "row", "solve", "dots", "gamma", "product"),
     ("act", "act'", "resid", "resid'"),
     ("sums", "means", "scatter"),
     ("fc", "fc_vjp"),

@@ -56,6 +56,11 @@ def test_the_progress_has_as_many_rows():
     assert body and len(body[1].split(",")) == len(PROGRESS) + 1
 
 
+def test_the_rows_of_the_progress_have_their_names():
+    common = pytest.importorskip("deqfast.kernels.common", reason="no triton")
+    assert [common.progress_row(name) for name in PROGRESS] == [*range(len(PROGRESS))]
+
+
 def signatures() -> dict[str, list[tuple[str, str]]]:
     """Type and name of every argument of the functions in csrc/common that are templates on a device."""
     text = "".join(header(path.name) for path in (CSRC / "common").glob("*.h"))

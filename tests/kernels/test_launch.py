@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from correctness.states import Case, make_state
+from op_calls import good
 from solutions import SOLVERS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +31,7 @@ class Recorder:
 
     def __getitem__(self, grid):
         assert len(grid) == 3
+        Recorder.grid = grid
         return self.call
 
     def call(self, *values, **options):
@@ -45,6 +47,7 @@ def calls(monkeypatch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
         monkeypatch.setattr(module._PLANS, "_plans", {})
+    monkeypatch.setattr(multisecant_step._TRANSPOSED_PLANS, "_plans", {})
     monkeypatch.setattr(Recorder, "calls", Counter())
     return Recorder.calls
 
@@ -82,6 +85,21 @@ def test_kernels_get_the_arguments_of_their_step(calls):
         expected = {"B": 2, "D": 63, "k": 1, "hold": 0, "last": 0, "tol": 0.25, "absolute": 1, "stall_floor": 0.125}
         assert numbers == {**expected, "offset": 0.5, "maximum": 0, "damping": 0.75, "ON_CHIP": 1, "BLK": 64}
     assert calls == {"triton": 1, "compiled": 1}
+
+
+@pytest.mark.parametrize(("size", "parts"), [(16, 1), (8192, 8), (2**20, 64)])
+def test_the_transposed_product_has_a_plan_and_programs_by_length_only(size, parts, calls):
+    product = Kernel("triton").op("multisecant_transposed")
+    for batch in (1, 3):
+        arguments = good("multisecant_transposed")
+        for name, tensor in arguments.items():
+            if isinstance(tensor, torch.Tensor):
+                shape = (batch, *tensor.shape[1:-1], size if name in ("v", "left", "df") else tensor.shape[-1])
+                arguments[name] = tensor.new_zeros(shape[: tensor.dim()] if tensor.dim() > 1 else (batch,))
+        for _ in range(2):
+            out = product(*arguments.values())
+            assert Recorder.arguments["p_out"] is out and Recorder.grid == (batch, parts, 1)
+    assert calls == {"triton": 6, "compiled": 6}
 
 
 def aligned_otherwise(state):

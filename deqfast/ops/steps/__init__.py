@@ -102,7 +102,7 @@ class MultisecantTransposed:
     """Return alpha (beta v - L gamma) with N^T gamma = DF^T v.
 
     If the step is z <- z - H g, this is -H^T v: for alpha = 1 an estimate of (I - J^T)^-1 v, J the Jacobian of f. On a
-    GPU one block works on each sample, for any D.
+    GPU several blocks share a long sample; how many depends on D only.
     """
 
     v: Annotated[Tensor, Shaped("B, D", STATE)]
