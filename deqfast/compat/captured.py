@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..engine.plan import Plan, run
 from ..engine.runners.cuda_graph import MAX_GRAPHS, Graphs
-from ..engine.solve import Options, Solves
 from ..solution import Solution, Status
 from ..state.packing import Packing
 from ..state.rows import per_row
@@ -108,7 +107,7 @@ class Captures:
     """Captured solves of a layer, which is pickled and copied without them."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, tuple[Calls, Graphs, Options, Solves]] = {}
+        self._calls: dict[Any, tuple[Calls, Graphs]] = {}
         self._alone = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
@@ -117,8 +116,7 @@ class Captures:
     def solve(self, plan: Plan, relaxation: float, ends_in_f: bool) -> tuple[Any, Solution]:
         """The value that torchdeq's solver returns, f at the best iterate or the iterate itself; and the Solution."""
         reads = Reads(plan.cell)
-        options, x = plan.options, (plan.x, reads.swap())
-        key = *reads.key, relaxation, options.solver, options.kernel, options.trace
+        key, x = (*reads.key, relaxation), (plan.x, reads.swap())
         with self._alone, torch.no_grad():
             if key not in self._calls:
                 while len(self._calls) >= MAX_GRAPHS:
@@ -128,7 +126,7 @@ class Captures:
             calls, graphs = self._calls[key]
             calls.present = plan.cell, reads
             try:
-                solution = run(replace(plan, cell=calls, x=x, graphs=graphs, options=options, solves=solves))
+                solution = run(replace(plan, cell=calls, x=x, graphs=graphs))
                 values = Packing(plan.z0).check_value(calls(solution.value, x)) if ends_in_f else []
             finally:
                 calls.present = None  # the closure would keep the graph of this training step
