@@ -8,13 +8,17 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from harness import phases
 from harness.plans import PLANS
 from harness.session import ARCHIVE, Phase, Session
+
+import deqfast
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = """
@@ -134,6 +138,21 @@ def test_conclusions_name_faults_predictions_targets_and_go_or_no_go():
     assert any(line.startswith("met picard-128x8192") and line.endswith(": 0.45") for line in told)
     slow = list(phases.conclusions([row("probe", "pass of a loop with 2 kernels", "device", ms=0.05)]))
     assert slow[-1].startswith("a body holds four iterations")
+
+
+def test_a_captured_solve_may_round_only_where_a_graph_has_other_kernels():
+    f = phases.make_map("elementwise", (2, 8), "cpu", "torch")
+    anderson, broyden = deqfast.Anderson(1e-30, 20), deqfast.Broyden(1e-2, 19)
+    for solver, kernel, rounds in [
+        *((anderson, "triton", True), (anderson, "cuda", False), (replace(anderson, rtol=1e-2), "triton", False)),
+        *((broyden, "cuda", True), (broyden, "triton", True), (deqfast.Picard(1e-30, 20), "triton", False)),
+    ]:
+        eager = deqfast.solve(f, torch.zeros_like(f.c), solver)
+        assert not phases.differences(f, solver, kernel, eager, eager)
+        off = eager.changed(value=eager.value * (1 + 1e-6))
+        assert phases.differences(f, solver, kernel, eager, off) == ["value"] * (not rounds)
+        wrong = eager.changed(value=eager.value + 1)
+        assert phases.differences(f, solver, kernel, eager, wrong) == ["value"]
 
 
 @pytest.mark.parametrize(
