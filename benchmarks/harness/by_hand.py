@@ -65,7 +65,7 @@ def broyden(f: Map, z: Tensor, evaluations: int, window: int) -> Tensor:
             right[:, k] = step + ((own @ step[:, :, None]).mT @ other)[:, 0] if k else step
             torch.div(-moved, total, out=left[:, k])
         step = -moved * (square / total)
-    return z
+    return z + step
 
 
 LOOPS: dict[type, Callable[..., Tensor]] = {

@@ -3,6 +3,7 @@
 import json
 import time
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -215,6 +216,30 @@ def test_a_loop_by_hand_makes_the_same_evaluations_without_a_wait(solver):
     ours = f.residual(deqfast.solve(f, z0, solver).value)
     assert calls == f.calls - calls == cases.ITERATIONS and residual < 2 * ours  # whose value is the last argument of f
     assert counters.count(lambda g: loop(g, z0), f, "cpu").host_waits == 0
+
+
+def test_a_profile_counts_kernels_and_not_the_annotations_around_them(monkeypatch):
+    """As of an optimizer's step: the profiler shows its span on the device too."""
+    cpu, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+    seen = [
+        ("cudaLaunchKernel", cpu, False, 9),
+        ("step", cpu, True, 9),
+        ("step", gpu, True, 70),
+        ("add", gpu, False, 20),
+    ]
+    events = [
+        SimpleNamespace(
+            name=name,
+            device_type=kind,
+            is_user_annotation=spans,
+            time_range=SimpleNamespace(elapsed_us=lambda us=us: us),
+        )
+        for name, kind, spans, us in [*seen, seen[-1]]
+    ]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(counters, "profile", lambda **given: nullcontext(SimpleNamespace(events=lambda: events)))
+    profile = counters.profiled(lambda: None)
+    assert (profile.launches, profile.host_waits, profile.kernels) == (1, 0, {"add": (2, pytest.approx(0.04))})
 
 
 def test_in_turns_takes_turns():
