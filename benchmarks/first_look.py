@@ -129,7 +129,10 @@ def transposed(kernel: str) -> Iterator[tuple[str, Check]]:
 
     for method in ("good", "and1"):
         for dtype, given in STATES.items():
-            for history, size in ((5, 72), (5, 71), (19, 72)):
+            for history, size in ((6, 8208), (5, 72), (5, 71), (19, 72)):
+                # Blocks share the longest samples. Their sums need a reference in a higher precision.
+                if size > 72 and dtype == "fp64":
+                    continue
                 case = Case(method, 5, size, history, history, wobble=0.5, **given)
                 yield f"multisecant_transposed {method} m={history} {dtype} 5x{size}", partial(check, case)
 
