@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import phases
+from harness import phases, record
 from harness.plans import PLANS
-from harness.session import ARCHIVE, Phase, Session
+from harness.session import ARCHIVE, SAME, Phase, Session, earlier_rows
 
 import deqfast
 
@@ -79,6 +79,18 @@ def test_a_stopped_phase_goes_on_after_its_rows_and_the_others_do_not_wait(sessi
     assert again.call(100) == 0 and again.state["done"]["tries"] == 1
     assert rows_of(again.out, "slow.json") == [0, 1, 2, 3] and not list(again.out.glob("*.part"))
     assert "all phases are finished" in archived(again)["table.txt"]
+
+
+def test_rows_of_another_gpu_or_other_code_get_a_record_of_their_own(tmp_path, monkeypatch):
+    part, here = tmp_path / "loops.json.part", dict.fromkeys(SAME, "this")
+    monkeypatch.setattr(record, "machine", lambda device="cpu": here)
+    assert not earlier_rows(part, "cpu")
+    for number, (name, value) in enumerate(((None, None), ("gpu", "other"), ("commit", "later"))):
+        record.write_record(part, [{"case": str(number)}])
+        assert earlier_rows(part, "cpu") == [{"case": str(number)}]
+        here |= {name: value} if name else {"threads": 2}
+        assert bool(earlier_rows(part, "cpu")) == part.is_file() == (name is None)
+    assert [record.read_record(tmp_path / f"loops-{n}.json")["rows"][0]["case"] for n in (1, 2)] == ["1", "2"]
 
 
 @pytest.mark.tier("full")

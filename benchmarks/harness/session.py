@@ -8,6 +8,7 @@ table.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ RESERVE = 6  # seconds of a call for its last archive
 FEWEST_SECONDS = 10  # with fewer left, a phase is not begun
 DECISION = "-> "  # begins a line of a log that the table repeats
 FAULT = f"{DECISION}FAULT"
+SAME = ("gpu", "torch", "triton", "commit")  # of all rows of a record
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,13 @@ def end(process: subprocess.Popen[Any]) -> None:
 def work(target: str, record: Path, small: bool) -> None:
     """Run a function of rows. The rows so far are in FILE.part, and a later try continues after them."""
     from .phases import Place, conclusions
-    from .record import read_record, write_record
+    from .record import write_record
 
     module, name, *names = target.split(":")
     function = getattr(importlib.import_module(module), name)
     part = record.with_name(record.name + ".part")
-    place = Place("cpu" if small else "cuda", small, read_record(part)["rows"] if part.is_file() else [])
+    device = "cpu" if small else "cuda"
+    place = Place(device, small, earlier_rows(part, device))
     write_record(part, place.rows, place.device, "the phase has not come to its end")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a stopped phase states its conclusions
     try:
@@ -195,6 +198,22 @@ def work(target: str, record: Path, small: bool) -> None:
             print(DECISION + line, flush=True)
     write_record(part, place.rows, place.device)
     os.replace(part, record)
+
+
+def earlier_rows(part: Path, device: str) -> list[dict[str, Any]]:
+    """Rows of a try that was stopped. Those of another GPU or other code stay in a file of their own."""
+    from .record import machine, read_record
+
+    if not part.is_file():
+        return []
+    record, now = read_record(part), machine(device)
+    if all(record["machine"][name] == now[name] for name in SAME):
+        rows: list[dict[str, Any]] = record["rows"]
+        return rows
+    name = part.name.partition(".")[0]
+    names = (part.with_name(f"{name}-{number}.json") for number in itertools.count(1))
+    part.rename(next(path for path in names if not path.exists()))
+    return []
 
 
 def bring() -> None:
