@@ -87,12 +87,13 @@ def test_refusals(options, given, message):
 
 @pytest.mark.parametrize("solver", cases.SOLVERS, ids=str)
 def test_the_benchmarks_compare_bits_of_replays(solver, monkeypatch):
-    monkeypatch.setattr(phases, "GRAPHS", ("torch-graph",))
+    graph = "cuda-graph" if DEVICE == "cuda" else "cpp-graph"
+    monkeypatch.setattr(phases, "GRAPHS", (graph,))
     place = phases.Place(DEVICE, True, [])
     asked = solver.__class__(1e-2, 19)
     for each in (solver, asked):
-        assert phases.same_bits(place, each, (3, 32), "torch-graph").keys() == {"evaluations"}
+        assert phases.same_bits(place, each, (3, 32), graph).keys() == {"evaluations"}
     run = phases.deqfast.solve
     off = lambda f, z0, *given: run(lambda z: f(z) * (1 + 1e-7), z0, *given)  # noqa: E731
     monkeypatch.setattr(phases.deqfast, "solve", off)
-    assert phases.same_bits(place, asked, (3, 32), "torch-graph")["fault"].startswith("other bits of value")
+    assert phases.same_bits(place, asked, (3, 32), graph)["fault"].startswith("other bits of value")

@@ -134,8 +134,8 @@ struct BroydenParams {
 
   static constexpr const char* op = "broyden_step";
   void check() const {
-    STD_TORCH_CHECK(rule.k < rows || (rule.k == rows && rule.last), "broyden_step: `k` must be below the ", rows,
-                    " steps there is room for (at most that if `last`), got ", rule.k);
+    STD_TORCH_CHECK(rule.k >= 0 && rule.k <= rows && (rule.last || rule.k < rows), "broyden_step: `k` must be at least 0 ",
+                    "and below the ", rows, " steps there is room for (at most that if `last`), got ", rule.k);
   }
 };
 

@@ -24,7 +24,6 @@ struct Binding {
     Params params;
     Step(const Params& params) : params(params) {}
     int32_t run(const void* fz, int64_t k, bool last) override {
-      STD_TORCH_CHECK(k >= 0, "a bound step: `k` must be at least 0, got ", k);
       params.fz = static_cast<decltype(params.fz)>(fz);
       params.rule.k = k;
       params.rule.last = last;

@@ -81,7 +81,7 @@ void WhileGraph::join(cudaGraph_t begin, cudaGraph_t body, cudaGraph_t end, cons
     first = false;
     pass.add(look);
   }
-  whole.add_child(end);
+  if (end) whole.add_child(end);
   check_cuda(cudaGraphInstantiate(&exec_, graph_, 0), "cudaGraphInstantiate");
 }
 

@@ -20,7 +20,7 @@ inline void check_cuda(cudaError_t error, const char* call) {
 class WhileGraph {
  public:
   // active: running samples, which the graphs count. passes: passes of the body, which this graph counts. Both are on
-  // the device. Without a body (null) there is no loop.
+  // the device. Without a body (null) there is no loop; `end` may be null too.
   WhileGraph(cudaGraph_t begin, cudaGraph_t body, cudaGraph_t end, const int32_t* active, int32_t* passes, int32_t most);
   ~WhileGraph();
   WhileGraph(const WhileGraph&) = delete;

@@ -122,7 +122,7 @@ class Captures:
                 while len(self._calls) >= MAX_GRAPHS:
                     self._calls.pop(next(iter(self._calls)))
                 calls = Calls(reads, relaxation)
-                self._calls[key] = calls, Graphs(calls, True)
+                self._calls[key] = calls, Graphs(calls)
             calls, graphs = self._calls[key]
             calls.present = plan.cell, reads
             try:

@@ -118,7 +118,7 @@ class Kernel:
         size, dtype = z.numel(), z.dtype
 
         def bound(fz: Tensor, k: int, last: bool) -> int | None:
-            if k >= 0 and fz.dtype is dtype and fz.numel() == size and fz.is_contiguous() and fz.is_cpu:
+            if fz.dtype is dtype and fz.numel() == size and fz.is_contiguous() and fz.is_cpu:
                 return run(fz.data_ptr(), k, last)
             return self.step(name, rule, *numbers)(z, fz, *tensors, k, last)  # its errors say what is wrong
 
