@@ -18,7 +18,7 @@ from .._checks import check_choice
 from .._extension import Availability
 from ..kernels.constants import MAX_GPU_HISTORY
 from ..torch_internals.dynamo import constant_in_traces
-from ..torch_internals.transforms import has_memory, runs_only
+from ..torch_internals.transforms import runs_only
 from .memory import empty_history
 from .registry import OPS
 from .steps import Parts, StopRule
@@ -119,7 +119,7 @@ class Kernel:
 
         def bound(fz: Tensor, k: int, last: bool) -> int | None:
             fits = fz.dtype is dtype and fz.numel() == size and fz.is_contiguous() and fz.is_cpu
-            if fits and has_memory(fz):
+            if fits and type(fz) is Tensor and not (fz.is_neg() or fz._is_zerotensor()):  # its numbers are in memory
                 return run(fz.data_ptr(), k, last)
             return self.step(name, rule, *numbers)(z, fz, *tensors, k, last)  # its errors say what is wrong
 
