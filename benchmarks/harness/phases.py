@@ -32,6 +32,7 @@ from .targets import ITERATED, verdicts
 from .timing import Copy, captured, in_turns, wait
 
 SECONDS = 1.5  # of the rounds of a case
+SECONDS_OF_SWEEPS = 80.0
 FAULT = "FAULT"
 WHILE_LIMIT = 0.020  # ms; if a pass costs more, a body should hold more iterations
 # Expected before anything was measured, in ms: (section, case, provider) -> from, to.
@@ -70,6 +71,8 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
     """Faults, predictions next to measurements, and the targets that the rows decide."""
     for row in rows:
         key = row["section"], row["case"], row["provider"]
+        if key[:2] == ("sweeps", "decision"):
+            yield f"constants of the sweeps: {row['chosen']}; slower than allowed: {row['slow'] or 'none'}"
         if "fault" in row:
             yield f"{FAULT} {' '.join(key)}: {row['fault']}"
         if key in PREDICTED and "ms" in row:
@@ -369,6 +372,17 @@ def study(place: Place) -> Rows:
     sizes, seconds = ((8, 4), 0.1) if place.small else ((64, 128), 15)
     if not place.rows:
         yield study_step.measure(study_step.settings_of(*sizes, place.device), 2 if place.small else 30, seconds)
+
+
+def sweeps(place: Place) -> Rows:
+    """Times of Triton's steps by the constants of their sweeps, next to CUDA's, and the decision."""
+    if place.small or place.rows:
+        return
+    from .sweeps import run
+
+    outcome = run(SECONDS_OF_SWEEPS)
+    rows = [row_of("sweeps", row.pop("case"), row.pop("choice"), **row) for row in outcome.pop("rows")]
+    yield [*rows, row_of("sweeps", "decision", "triton", **outcome)]
 
 
 def sections(place: Place, *names: str) -> Rows:

@@ -29,6 +29,7 @@ def short(small: bool) -> tuple[Phase, ...]:
         Phase("profile", 40, "kernels of a training step, and when the device is busy", "harness.phases:profile"),
         Phase("missing", 60, "limits: rows of fc and of cells", "harness.phases:sections:fc:cells"),
         Phase("study", 60, "the target of the study's step", "harness.phases:study"),
+        Phase("sweeps", 100, "constants of Triton's steps, and whether they are near CUDA's", "harness.phases:sweeps"),
         Phase("floors", 60, "which step is far from its bytes", "harness.phases:sections:ops"),
         Phase("compiled", 90, "claims about torchdeq under torch.compile", "harness.phases:compiled_peer"),
         Phase("training", 120, "layers compared with torchdeq", "harness.phases:sections:training"),

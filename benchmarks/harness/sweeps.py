@@ -1,17 +1,13 @@
 """Which constants of ``deqfast.kernels.config`` make Triton's sweeps over the history fastest on this GPU.
 
-    PYTHONPATH=benchmarks python -m harness.sweeps [SECONDS]
-
 ``run`` times full windows with every value of a constant, and CUDA's kernels next to them. ``decide`` states
 the decision. Processes compile the kernels side by side before anything is timed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -144,7 +140,3 @@ def run(seconds: float) -> dict[str, Any]:
         except Exception as error:  # one case must not cost the others their rows
             rows.append({"choice": name, "case": case.name, "fault": f"{type(error).__name__}: {error}"})
     return {"rows": rows, **decide(rows), "left_out": left_out}
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(float(sys.argv[1]) if len(sys.argv) > 1 else 90.0), indent=1))

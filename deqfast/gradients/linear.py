@@ -101,8 +101,7 @@ class LinearSolve:
         # The system is linear: with a right-hand side of size 1 the scale of the loss does not matter. Beyond 2^100 the
         # factor would not be representable.
         factors = factors_of(options.scale, spec)
-        norms = sample_norms(start, groups, maximum=True, factors=factors, parts=parts)
-        exponent = torch.frexp(norms).exponent.clamp(-100, 100)
+        exponent = torch.frexp(sample_norms(start, groups, True, factors, parts)).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         of_rows = sizes if groups is None else groups.of_rows(sizes)
         start = [(g / per_row(of_rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes
