@@ -426,6 +426,8 @@ class TestErrors:
             DEQBlock(lambda z, x: x[:, :2], adjoint=adjoint)(torch.ones(2, 3))
         with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
             DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 1), z0=torch.tensor([[0.0], [torch.nan]]))
+        with pytest.raises(ValueError, match="z0 must hold at least one tensor, got an empty structure"):
+            DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 1), z0={})
 
 
 class Swapping(nn.Module):

@@ -10,6 +10,7 @@ from test_graphs import DEVICE, recorded  # noqa: F401  # a fixture for every te
 from torch import nn
 
 from deqfast.compat import get_deq
+from deqfast.engine.runners.cuda_graph import Outcome
 
 
 class Model(nn.Module):
@@ -55,6 +56,14 @@ def test_each_call_has_the_values_and_gradients_of_its_own_function(solver, opti
     # A replay calls nothing. Left are the value, which is f's at the iterate, and the gradient's steps.
     of_state = (solver != "broyden") + options.get("grad", 1)
     assert captured.calls == options.get("n_states", 1) * of_state
+
+
+@pytest.mark.parametrize("core", ["sliced", "indexing"])
+def test_a_call_reads_no_number_of_its_solve(core, monkeypatch):
+    model = Model(f_solver="anderson", core=core, cuda_graph=True)
+    monkeypatch.setattr(Outcome, "has_arrived", lambda outcome: False)
+    monkeypatch.setattr(Outcome, "check", lambda outcome: pytest.fail("this waits for the device"))
+    model(inputs(0))
 
 
 def test_another_function_and_another_number_are_captured_again():

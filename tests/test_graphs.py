@@ -606,3 +606,15 @@ def test_copies_capture_for_themselves(duplicate):
     with torch.no_grad():
         other.cell.weight.zero_()
     assert torch.equal(graphed(inputs()), plain(inputs())) and not torch.equal(other(inputs()), plain(inputs()))
+
+
+@pytest.mark.filterwarnings("error:.*may not alias")
+def test_a_compiled_model_gets_results_in_memory_of_their_own():
+    """All results of a replay are in one block of memory; those of an operator may not share any."""
+    graphed, plain = blocks(SOLVERS["picard"](), warn=False)
+    compiled = torch.compile(lambda x: graphed(x, return_solution=True), backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        x = inputs(seed=seed)
+        (value, solution), expected = compiled(x), plain(x, return_solution=True)[1]
+        assert torch.equal(value, expected.value) and torch.equal(solution.iterations, expected.iterations)
+    assert len(graphed.graphs._captured) == 1

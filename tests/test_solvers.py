@@ -293,3 +293,16 @@ def test_a_solver_of_your_own_says_what_it_lacks():
     Own.init = lambda self, z, kernel: State.start(z, kernel)
     with pytest.raises(NotImplementedError, match="Own must define advance.+, or operation"):
         solve(torch.cos, torch.zeros(2, 3), Own())
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp"])
+def test_what_your_own_advance_returns_has_no_meaning(kernel):
+    class Own(Picard):
+        def advance(self, state, fz, k, last):
+            super().advance(state, fz, k, last)
+            return state
+
+    expected = solve(torch.cos, torch.zeros(2, 3), Picard(), kernel)
+    assert solve(torch.cos, torch.zeros(2, 3), Own(), kernel).evaluations == expected.evaluations
+    dropping = solve(lambda z, rows: z.cos(), torch.zeros(2, 3), Own(), kernel, drop_converged=True)
+    assert torch.equal(dropping.value, expected.value)

@@ -28,6 +28,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from interpreter import INTERPRETED
 from op_calls import OPTIONS, SHORT_HISTORY, check_bits, examples
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import deqfast
 from deqfast import Status
@@ -317,6 +318,14 @@ class TestBoundSteps:
         with torch.profiler.profile() as profile:
             deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Picard(), kernel="cpp")
         assert "deqfast::picard_step" in {event.key for event in profile.key_averages()}
+
+    @pytest.mark.parametrize("solver", [deqfast.Picard(1e-6, 40), deqfast.Broyden(1e-6, 30)])
+    def test_values_whose_numbers_are_not_in_their_memory(self, solver):
+        """A lazy negative, and a subclass without memory of its own, as collectives of a cell return."""
+        for f in (lambda z: torch._neg_view(1 - 0.5 * z), lambda z: AsyncCollectiveTensor(0.5 * z - 1)):
+            solution = deqfast.solve(f, torch.zeros(2, 3), solver, kernel="cpp")
+            assert solution.converged.all()
+            torch.testing.assert_close(solution.value, torch.full((2, 3), -2.0), rtol=3e-6, atol=0)
 
     def test_wrong_values_and_numbers_of_steps_raise(self):
         solver, kernel = deqfast.Broyden(1e-6, 3), deqfast.ops.choose_kernel("cpp", torch.device("cpu"))

@@ -247,7 +247,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             check_served(plan.context, REFUSED[plan.context], asked)
         holds, modules = plan.holds_weights, modules_of(self.cell)
         check_loaded(modules, plan.z0)
-        if self.training and self.warn and not self._changes.looked and not is_captured(_device_of(z0)):
+        if self.training and self.warn and not self._changes.looked and not _is_captured(z0):
             self._changes.look(plan)
         with solving(modules), hold_weights(modules) if holds else nullcontext():
             if plan.context == "torch.export":
@@ -390,5 +390,5 @@ class DEQBlock(ChecksKeywords, nn.Module):
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
 
 
-def _device_of(z: Any) -> torch.device:
-    return pytree.tree_leaves(z)[0].device
+def _is_captured(z: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and is_captured(leaf.device) for leaf in pytree.tree_leaves(z))

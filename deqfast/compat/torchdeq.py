@@ -497,7 +497,7 @@ class DEQ(nn.Module):
             gradients = self.gradients if self.training else self.gradients[-1:]
             states, solution, method = self._states(plan, method, at, gradients)
             if not self.traces:
-                solution = replace(solution, trace_abs=None, trace_rel=None)
+                solution = solution.changed(trace_abs=None, trace_rel=None)
             info = _info(solution, method)
             if sradius_mode and not self.training:
                 radius = spectral_radius(plan.cell, states[-1], plan.x, 100, plan.groups)
@@ -522,7 +522,7 @@ class DEQ(nn.Module):
             raise ValueError(f"cuda_graph=True cannot be combined with {names[0]}: a replay makes one solve by itself")
         plan = replace(plan, options=method.solving)
         value, solution = self._captures.solve(plan, method.relaxation, method.ends_in_f)
-        return [], value, solution if method.ends_in_f else replace(solution, iterations=solution.iterations - 1)
+        return [], value, solution if method.ends_in_f else solution.changed(iterations=solution.iterations - 1)
 
     def _spread(self, max_iter: int, count: int) -> list[int]:
         """Numbers of the evaluations after which the `count` states are taken."""
@@ -575,7 +575,7 @@ class DEQSliced(DEQ):
                 plan = replace(plan, z0=detached(states[-1]))
             method = _limited(method, end - begin)
             _, value, solution = self._solve(plan, method, [])
-            found, last = _attach(plan, method, gradient, replace(solution, value=value))
+            found, last = _attach(plan, method, gradient, solution.changed(value=value))
             states += found
         return states, last, method
 
@@ -593,7 +593,7 @@ class DEQIndexing(DEQ):
         # The state after evaluation n of f is the argument of evaluation n + 1. Broyden counts one less.
         before, value, solution = self._solve(plan, method, [n + method.ends_in_f for n in at[:-1]])
         for gradient, state in zip(gradients, [*before, value], strict=True):
-            found, last = _attach(plan, method, gradient, replace(solution, value=state))
+            found, last = _attach(plan, method, gradient, solution.changed(value=state))
             states += found
         return states, last, method
 
@@ -817,7 +817,7 @@ class _Gradient:
 
     def along_steps(self, plan: Plan, solution: Solution) -> tuple[list[Any], Solution]:
         """States after the steps from z*, all in one chain; and the solution, checked by the first evaluation."""
-        solved = solution.evaluations > 0  # else z* is z0
+        solved = solution.arriving is not None or solution.evaluations > 0  # else z* is z0; a graph evaluates always
         z, x, broken = plan.without_broken(solution) if solved else (solution.value, plan.x, None)
         leaves, spec = pytree.tree_flatten(z)
         first: list[Tensor] = []

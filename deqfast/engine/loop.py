@@ -39,7 +39,7 @@ def iterate(
         running = advance(first, until)
         made, first = made + until - first, until
         if first < max_iter:
-            if running is None or watch.is_common:
+            if type(running) is not int or watch.is_common:  # the result of a solver's own `advance` has no meaning
                 running = watch.count()
             else:
                 watch.known = running

@@ -118,7 +118,8 @@ class Kernel:
         size, dtype = z.numel(), z.dtype
 
         def bound(fz: Tensor, k: int, last: bool) -> int | None:
-            if fz.dtype is dtype and fz.numel() == size and fz.is_contiguous() and fz.is_cpu:
+            fits = fz.dtype is dtype and fz.numel() == size and fz.is_contiguous() and fz.is_cpu
+            if fits and type(fz) is Tensor and not (fz.is_neg() or fz._is_zerotensor()):  # its numbers are in memory
                 return run(fz.data_ptr(), k, last)
             return self.step(name, rule, *numbers)(z, fz, *tensors, k, last)  # its errors say what is wrong
 

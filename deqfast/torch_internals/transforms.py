@@ -78,14 +78,14 @@ def present_context() -> Context:
 def runs_only(a: Tensor, b: Tensor) -> bool:
     """Return whether an op on these tensors, which needs no gradient, would run its kernel and nothing else.
 
-    Reasons for more are a trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices. (A mode of
-    torch functions only sees the first step of a solve.)
+    Reasons for more are a trace, a transform, a mode, the profiler, a subclass of Tensor, values of b that
+    are not in its memory, or two devices. (A mode of torch functions only sees the first step of a solve.)
     """
     if is_tracing() or in_torch_func() or forward_ad._current_level >= 0:
         return False
     if is_in_torch_dispatch_mode() or profiler._is_profiler_enabled:
         return False
-    return type(a) is Tensor and type(b) is Tensor and a.device == b.device
+    return type(a) is Tensor and type(b) is Tensor and a.device == b.device and not (b.is_neg() or b._is_zerotensor())
 
 
 def check_values(name: str, tree: Any) -> None:

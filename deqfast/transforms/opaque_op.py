@@ -16,7 +16,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -262,12 +262,21 @@ def _run(block: Block, call: _Call, swapped: dict[str, Tensor], autocast: torch.
 
 
 def _results(call: _Call, value: Any, solution: Solution) -> list[Tensor]:
-    """Results of the op without its ticket; they may not share memory."""
+    """Results of the op without its ticket."""
     pairs = zip(pytree.tree_leaves(call.z0), pytree.tree_leaves(value), strict=True)
     calls = torch.tensor([solution.evaluations, solution.sample_evaluations], device="cpu")
-    residuals = solution.residual_rel.clone(), solution.residual_abs.clone()  # rows of one tensor
     values = [_like(z0, z.detach()) for z0, z in pairs]
-    return [*values, solution.status, solution.iterations, *residuals, calls]
+    residuals = solution.residual_rel, solution.residual_abs
+    return _apart([*values, solution.status, solution.iterations, *residuals, calls])
+
+
+def _apart(results: list[Tensor], others: Sequence[Tensor] = ()) -> list[Tensor]:
+    """`results`, with copies of those that share memory with others, as the results of an op may not."""
+    seen, apart = {tensor.untyped_storage().data_ptr() for tensor in others}, []
+    for result in results:
+        apart.append(result.clone() if result.untyped_storage().data_ptr() in seen else result)
+        seen.add(apart[-1].untyped_storage().data_ptr())
+    return apart
 
 
 def _is_same(own: Tensor, received: Tensor, records: bool) -> bool:
@@ -319,12 +328,8 @@ def _pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> li
     values, leaves = _recorded[int(ticket)]
     with as_outside():
         pulled = vjp(values, leaves, grads, keeps_graph())
-    results, seen = [], {grad.untyped_storage().data_ptr() for grad in grads}  # results of an op may not share memory
-    for tensor, grad in zip(inputs, pulled, strict=True):
-        result = torch.zeros_like(tensor) if grad is None else _like(tensor, grad)
-        results.append(result.clone() if result.untyped_storage().data_ptr() in seen else result)
-        seen.add(results[-1].untyped_storage().data_ptr())
-    return results
+    pairs = zip(inputs, pulled, strict=True)
+    return _apart([torch.zeros_like(tensor) if grad is None else _like(tensor, grad) for tensor, grad in pairs], grads)
 
 
 def _fake_pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
