@@ -103,6 +103,8 @@ def test_the_benchmarks_compare_bits_of_replays(solver, monkeypatch):
     for each in (solver, asked):
         assert phases.same_bits(place, each, (3, 32), graph).keys() == {"evaluations"}
     run = phases.deqfast.solve
-    off = lambda f, z0, *given: run(lambda z: f(z) * (1 + 1e-7), z0, *given)  # noqa: E731
+    may_round = isinstance(solver, phases.deqfast.Broyden)
+    factor, fault = (1.5, "other bits of status") if may_round else (1 + 1e-7, "other bits of value")
+    off = lambda f, z0, *given: run(lambda z: f(z) * factor, z0, *given)  # noqa: E731
     monkeypatch.setattr(phases.deqfast, "solve", off)
-    assert phases.same_bits(place, asked, (3, 32), graph)["fault"].startswith("other bits of value")
+    assert phases.same_bits(place, asked, (3, 32), graph)["fault"].startswith(fault)

@@ -37,7 +37,7 @@ __device__ Pack<T, kVector> stepped(const Pack<T, kVector>& f, const Pack<T, kVe
 
 // One block per sample, kept in registers: one pass over the memory.
 template <class T, int kVector, int kPacks>
-__global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<T> p) {
+__global__ void __launch_bounds__(kThreads, kPacks == 1 ? 4 : 2) picard_kernel(const PicardParams<T> p) {
   __shared__ BlockSums<T, kSums> sums;
   __shared__ Records<T> records;
   const int64_t row = blockIdx.x;
