@@ -88,8 +88,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
             of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
 
     Attributes:
-        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace, lockstep,
-            state_group: as above, with objects instead of names. Assignments are checked like arguments.
+        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace: as above, with
+            objects instead of names. Assignments are checked like arguments.
+        lockstep, state_group: likewise.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
