@@ -177,6 +177,11 @@ class Solution:
         return f"Solution({counts or 'empty batch'}, evaluations={self.evaluations})"
 
 
+def _late() -> Any:
+    """Default of a field that is given as a function."""
+    return _Late()
+
+
 class _Late:
     """Field that is given as a function. This is called when the field is first read, and may wait."""
 
@@ -196,11 +201,11 @@ class _Late:
 class LateSolution(Solution):
     """Solution whose numbers are still computed by a device: functions, which are called when they are read."""
 
-    evaluations: int = _Late()  # type: ignore[assignment]
-    sample_evaluations: int = _Late()  # type: ignore[assignment]
-    trace: Tensor | None = _Late()  # type: ignore[assignment]
-    trace_rel: Tensor | None = _Late()  # type: ignore[assignment]
-    trace_abs: Tensor | None = _Late()  # type: ignore[assignment]
+    evaluations: int = _late()
+    sample_evaluations: int = _late()
+    trace: Tensor | None = _late()
+    trace_rel: Tensor | None = _late()
+    trace_abs: Tensor | None = _late()
 
     def __getstate__(self) -> dict[str, Any]:
         """State with the numbers, for which this waits."""

@@ -105,6 +105,9 @@ def test_the_benchmarks_compare_bits_of_replays(solver, monkeypatch):
     run = phases.deqfast.solve
     may_round = isinstance(solver, phases.deqfast.Broyden)
     factor, fault = (1.5, "other bits of status") if may_round else (1 + 1e-7, "other bits of value")
-    off = lambda f, z0, *given: run(lambda z: f(z) * factor, z0, *given)  # noqa: E731
+
+    def off(f, z0, *given):
+        return run(lambda z: f(z) * factor, z0, *given)
+
     monkeypatch.setattr(phases.deqfast, "solve", off)
     assert phases.same_bits(place, asked, (3, 32), graph)["fault"].startswith(fault)

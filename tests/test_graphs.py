@@ -26,6 +26,7 @@ import deqfast
 from deqfast.engine import device_loop
 from deqfast.engine.device_loop import has_loops
 from deqfast.engine.runners import cuda_graph
+from deqfast.torch_internals.graphs import refuse_draws
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -133,6 +134,8 @@ def recorded(request, monkeypatch):
     monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_graph, "capture", lambda works, mode: [record(work) for work in works])
     monkeypatch.setattr(cuda_graph, "capture_loop", record_loop)
+    for module in (cuda_graph, device_loop):
+        monkeypatch.setattr(module, "has_loops", lambda: True)
     monkeypatch.setattr(device_loop, "capture_loop", record_loop)
     monkeypatch.setattr(device_loop, "DEVICE", "cpu")
     monkeypatch.setattr("deqfast.engine.solve.DEVICE", "cpu")
@@ -296,6 +299,25 @@ def test_inputs_may_be_a_pytree():
     for x in ({"a": inputs(), "scale": 0.1}, {"a": inputs(seed=1), "scale": 0.1}, {"a": inputs(), "scale": 0.2}):
         assert torch.equal(graphed(x), plain(x))
     assert len(graphed.graphs._captured) == 2
+
+
+def test_a_cell_may_be_compiled():
+    class Cell(nn.Module):
+        def forward(self, z, x):
+            return 0.5 * torch.tanh(z + x) + x
+
+    cell = torch.compile(Cell(), backend="eager")
+    graphed, plain = (deqfast.DEQBlock(cell, SOLVERS["anderson"](), cuda_graph=mode) for mode in (True, False))
+    for seed in range(3):
+        assert_same(*(block(inputs(seed=seed), return_solution=True)[1] for block in (graphed, plain)))
+    assert len(graphed.graphs._captured) == 1
+
+
+@pytest.mark.parametrize("numbers", [torch.zeros, torch.rand])
+def test_draws_of_compiled_functions_are_seen(numbers):
+    draws = torch.compile(lambda: numbers(3, device=DEVICE) + 1, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="random") if numbers is torch.rand else nullcontext():
+        refuse_draws(torch.device(DEVICE, 0) if GPU else torch.device("cpu"), draws)
 
 
 def test_a_cell_that_waits_for_the_host_cannot_be_captured():

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
+
+from deqfast.torch_internals import graphs
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3
@@ -54,21 +55,11 @@ class Graph:
         return 1e-3 * start.elapsed_time(end) * self.share / repeats
 
 
-def captured(work: Callable[[], Any], **options: Any) -> Any:
-    """Graph of `work`, which runs once before; options: those of ``CUDAGraph``."""
-    graph, stream = torch.cuda.CUDAGraph(**options), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            work()
-        except BaseException:
-            with suppress(RuntimeError):  # it reports only that the capture has failed
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
+def captured(work: Callable[[], Any]) -> Any:
+    """Graph of `work`, which runs once before."""
+    graphs.aside(work)
+    (graph,) = graphs.capture([work])
+    graph.instantiate()  # now, not in the first replay
     return graph
 
 

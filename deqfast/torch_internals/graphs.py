@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .dynamo import uncompiled
+
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Context in which `device` is torch's current one."""
@@ -68,11 +70,11 @@ class _Generators(TorchDispatchMode):
 
 
 def refuse_draws(device: torch.device, work: Callable[[], object]) -> None:
-    """Run `work`; RuntimeError if it draws random numbers, which would be the same in each pass and replay."""
+    """Run `work` uncompiled; RuntimeError if it draws random numbers, which each pass and replay would repeat."""
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     before, seen = generator.get_state(), _Generators()
     with seen:
-        work()
+        uncompiled(work)()  # dynamo runs no compiled code within a mode
     if seen.drawn or not torch.equal(generator.get_state(), before):
         raise RuntimeError("the cell draws random numbers, which a graph would repeat: hold them fixed in a solve")
 

@@ -358,7 +358,10 @@ def test_the_mechanism_is_judged_by_flips_of_signs_and_a_common_variance(of_part
 
 def test_all_settings_are_judged_by_their_means_and_the_slope_in_log_r(of_parts):
     """The DEQ's gain is 1 point at R = 10 and rises by 3 points per decade, more or less by the seed."""
-    gain = lambda setting, seed: 1.0 + (seed - 10.5) / 10 + 3 * math.log10((setting.ratio or 10) / 10)  # noqa: E731
+
+    def gain(setting, seed):
+        return 1.0 + (seed - 10.5) / 10 + 3 * math.log10((setting.ratio or 10) / 10)
+
     _, settings, _ = parts(of_parts("settings", gain))
     found = {one.claim.name: one for one in settings.judged}
     assert found["S1"].verdict == found["S3"].verdict == SUPPORTED

@@ -165,7 +165,8 @@ class Captured:
             try:
                 # Whatever compiles, loads or allocates at its first use does so now, before waits are detected.
                 aside(self._once)
-                refuse_waits(lambda: refuse_draws(self.device, lambda: aside(self._once)))
+                refuse_waits(lambda: aside(self._once))
+                refuse_draws(self.device, lambda: aside(self._once))
                 self.launch = self._capture()
             except RuntimeError as error:
                 raise RuntimeError(f"cuda_graph: the solve cannot be captured: {error}") from error
@@ -330,7 +331,7 @@ class Fixed:
     """What the capture of a cell has fixed: its modules, their modes, and the memory of parameters and buffers.
 
     Attributes:
-        has_hooks: whether a block calls methods of the cell besides its forward.
+        has_hooks: whether a block calls methods of the cell other than its forward.
     """
 
     def __init__(self, cell: nn.Module) -> None:
