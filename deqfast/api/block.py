@@ -329,10 +329,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         solves: Solves | None = self._solves
         if groups is not options.groups:  # of this call only: nothing is kept for it
             check_together([*self.options.given(), "groups", "groups of a call"])
-            options, solves = (
-                self.options.of_solve(self.current_solver, Packing(z0, groups).groups, options.lockstep),
-                None,
-            )
+            rows = Packing(z0, groups).groups
+            options, solves = self.options.of_solve(self.current_solver, rows, options.lockstep), None
         return Plan(
             cell=self.cell,
             x=x,
