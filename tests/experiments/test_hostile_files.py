@@ -22,7 +22,7 @@ from runs.files import Unreadable, read_record, to_json, write_arrays
 from runs.options import StudyError
 from scipy.io import wavfile
 from separation_study import audio
-from study_helpers import run_script
+from study_helpers import made_up_epoch, made_up_settings, run_script
 
 DEEP = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
 
@@ -182,6 +182,25 @@ def test_checkpoints_that_do_not_fit_are_refused(kind, tmp_path):
     state = run.restore()
     assert state["epoch"] == 3
     run.take_over(state, **trained(kind, steps=0))
+
+
+def test_a_number_of_epochs_that_were_not_logged_costs_no_memory(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.append(made_up_epoch(1, made_up_settings()))
+    with pytest.raises(StudyError, match="epochs.jsonl lacks lines of the 1000000000 finished epochs"):
+        run.cut(10**9)
+    (tmp_path / "epochs.jsonl").write_bytes(to_json(made_up_epoch(1, made_up_settings())) + DEEP)
+    assert len(run.epochs) == 1
+    line = json.loads(to_json(made_up_epoch(2, made_up_settings())))
+    (tmp_path / "epochs.jsonl").write_text(json.dumps(line | {"nc": {"nc9": 1.0}}))
+    assert run.epochs == []
+
+
+def test_moments_that_do_not_join_are_refused(tmp_path):
+    run = RunDirectory(tmp_path)
+    write_arrays(run.moments, MOMENTS)
+    with pytest.raises(Unreadable, match="moments.npz cannot be read"):
+        run.append(made_up_epoch(4, made_up_settings()), {"means": np.ones((9, 9)), "counts": np.ones(9)})
 
 
 def sound():

@@ -15,7 +15,7 @@ from correctness import after_solve, rounding
 from models import frame, graphs, restoration, scf, sudoku, text
 from models.frame import Run
 from PIL import Image
-from runs.options import parsed
+from runs.options import StudyError, parsed
 from study_helpers import EXPERIMENTS
 
 GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
@@ -140,6 +140,8 @@ def test_data_of_ones_own_are_read(tmp_path, monkeypatch):
     assert name == "Train400 (1), Set12 (1), BSD68 (1)" and data["train"][0].shape == (20, 24)
     corpus = text.load(given(text.Text, {f"{name}.txt": 1000 * name.encode() for name in "ab"}))
     assert corpus.characters == "ab" and [len(part) for part in corpus[2:]] == [1800, 100, 100]
+    with pytest.raises(StudyError, match=r"edges must be \(E, 2\) with E > 0"):
+        graphs.load(given(graphs.Graphs, cora(edges=np.zeros((0, 2), int)), data="cora"), seed=1)
 
 
 @pytest.mark.parametrize("task", ["deblur", "inpaint"])
