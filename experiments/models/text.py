@@ -159,7 +159,7 @@ class Language(nn.Module):
         if not blocks:
             cell, solver = Cell(width, options.heads), deqfast.Anderson(options.tol, options.max_iter)
             eval_solver = deqfast.Anderson(options.eval_tol, max_iter=40)
-            ordered = {"causal": True} if options.causal else {"drop_converged": True}
+            ordered: dict[str, Any] = {"causal": True} if options.causal else {"drop_converged": True}
             self.equilibrium = deqfast.DEQBlock(cell, solver, "jfb", eval_solver=eval_solver, warn=False, **ordered)
         self.readout = nn.Linear(width, characters, bias=False)
         for name, weight in self.named_parameters():  # drawn as nanoGPT does
