@@ -94,7 +94,7 @@ def train(run: Run) -> Outcome:
         grads = [torch.cat([*map(torch.flatten, torch.autograd.grad(z.square().sum(), weights))]) for z in states]
         for name, numbers in {"converged": solution.converged, "evaluations": solution.iterations}.items():
             scores[f"{gain:g}: {name}"] = numbers.double().mean().item()
-        for name, (own, right) in {"value": states, "gradient": grads}.items():
+        for name, (own, right) in {"value": states, "gradient": grads}.items() if solution.converged.all() else ():
             scores[f"{gain:g}: {name} error"] = ((own - right).norm() / right.norm()).item()
         shown[f"{gain:g}"] = solution.trace.amax(dim=1).tolist()
     return Outcome(step, f"4 sequences of {run.options.length} normal inputs", scores, shown)
