@@ -143,7 +143,7 @@ def test_a_model_gains_only_if_every_run_does():
 
 
 def test_the_table_of_models_has_the_worst_difference_and_the_middle_of_the_times():
-    (line,) = report.models(results(big=(0.5, 0.7))).rows
+    (line,) = report.made(results(big=(0.5, 0.7)), "Models").rows
     assert (line["loss"], line["gradient"]) == ("0", "2.0e-8")
     assert (line["evaluations"], line["residual"]) == ("5 / 4", "1.0e-3 / 1.0e-3")
     assert (line["forward"], line["training"]) == ("0.500", "0.600 (0.500 to 0.700)")
