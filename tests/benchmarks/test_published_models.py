@@ -90,7 +90,11 @@ def test_rows_have_evaluations_residuals_and_differences(clone):
     folder = clone / "zoo"
     with models.on_device("cpu", torch.float64):
         one, other = (models.built(toy(solver), folder, OURS) for solver in ("fixed_point_iter", "broyden"))
+        calls = []
+        handle = one.model.mix.register_forward_hook(lambda *_: calls.append(None))
         twice = [models.watched_step(one) for _ in range(2)]
+        handle.remove()
+        assert sum(step["evaluations"] + 1 for step in twice) == len(calls)  # one more for the residual
         assert models.watched_step(other)["evaluations"] < twice[0]["evaluations"]
     assert torch.equal(twice[0]["gradient"], twice[1]["gradient"])  # which does not accumulate
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in one.model.modules())
