@@ -394,7 +394,9 @@ def test_the_printed_rate_is_the_papers_from_90_percent_on(made_up, shift, said)
     better = replace(network.accuracy, overall=replace(network.accuracy.overall, mean=43.75 + shift))
     run = RunDirectory(path)
     run.conclude(replace(run.result, network=replace(network, accuracy=better)))
-    assert re.search(said, printed_rate(collect([path.parent]).groups)) and printed_rate([]).startswith("Not yet run")
+    assert re.search(said, printed_rate(collect([path.parent]).groups)) and printed_rate([]).startswith(
+        "Not run: needs a GPU"
+    )
 
 
 def test_the_power_is_of_the_registered_pairs(monkeypatch):
