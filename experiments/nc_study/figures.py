@@ -47,8 +47,9 @@ def study_figure(
 ) -> Figure:
     """Draw a row of five panels for each heading against epoch, from the curves of each seed of each arm.
 
-    The panels are overall accuracy, accuracy of majority and minority, NC1 (log scale), centred NC2 and NC3. With several
-    seeds, a line is their mean and the band their range. `printed`: the paper's accuracies by heading, arm and group.
+    The panels are overall accuracy, accuracy of majority and minority, NC1 (log scale), centred NC2 and NC3. With
+    several seeds, a line is their mean and the band their range. `printed`: the paper's accuracies by heading, arm and
+    group.
     """
     figure, axes = style.panels(len(rows), 5, height=1.9, sharex=True)
     labels = dict(zip(("nc1", *CENTRED), ("NC1", "NC2 centred", "NC3 centred"), strict=True))
