@@ -22,6 +22,7 @@ from ..torch_internals.transforms import runs_only
 from .memory import empty_history
 from .registry import OPS
 from .steps import Parts, StopRule
+from .steps.positions import Positions
 
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
@@ -69,12 +70,12 @@ class Kernel:
     """The chosen implementation of every op.
 
     in_graph: the steps become part of an exported graph, in which all memory has values. parts: with kernel "torch",
-    what sums over rows that are parts of one sample.
+    what sums over rows that are parts of one sample, or the positions of one causal solve.
     """
 
     name: str
     in_graph: bool = False
-    parts: Parts | None = None
+    parts: Parts | Positions | None = None
 
     def op(self, name: str) -> Callable[..., Any]:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
@@ -139,8 +140,11 @@ class Kernel:
 
     @property
     def has_broyden_step(self) -> bool:
-        """Whether there is a ``broyden_step``; without it, Broyden keeps pairs."""
-        return self.name in ("cpp", "torch")
+        """Whether there is a ``broyden_step``; without it, Broyden keeps pairs.
+
+        It derives pairs from steps that have one weight. Each position of a causal solve has its own.
+        """
+        return self.name in ("cpp", "torch") and not isinstance(self.parts, Positions)
 
     @property
     def channels_last_only(self) -> bool:

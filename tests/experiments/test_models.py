@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from correctness import after_solve, rounding
-from models import frame, graphs, restoration, scf, sudoku, text
+from models import frame, graphs, restoration, rnn, scf, sudoku, text
 from models.frame import Run
 from PIL import Image
 from runs.options import StudyError, parsed
@@ -21,11 +21,13 @@ from study_helpers import EXPERIMENTS
 GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
 SUDOKU = sudoku.Sudoku(size="4", starts=2, puzzles=8, tests=4, steps=2, evaluations=3, width=4, batch_size=2)
+RNN = rnn.Rnn(length=20)
 SCF = scf.Scf(molecules=3, chains=2, atoms=8, evaluations=40, repeats=1)
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
 SCRIPTS = {  # with small options, a score and its range, and a score that only solves have
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
+    "rnn": (rnn, RNN, ("1: evaluations", 2, 6), "1: converged"),
     "scf": (scf, SCF, ("molecules: evaluations", 1, 40), "molecules: converged, %"),
     "sudoku": (sudoku, SUDOKU, ("boards, any start, %", 0, 100), "evaluations a solve"),
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
@@ -53,7 +55,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         run.measure()
     records = [run.record for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
-    solved = ("deq", *scf.ARMS, *["explicit-parameters"] * (name == "sudoku"))
+    solved = ("deq", *rnn.ARMS, *scf.ARMS, *["explicit-parameters"] * (name == "sudoku"))
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
     frame.show(name, records, frame.png(script.EXAMPLE.draw(records)), tmp_path)
     shown = capsys.readouterr().out
