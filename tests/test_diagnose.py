@@ -137,6 +137,12 @@ class TestAdviceMends:
         expected = ["cell.body.bn1 (BatchNorm2d)", "No solver converges from here, and |f(z)| grows"]
         self.follow(Cell(BasicBlock(16, 16)), torch.randn(4, 16, 8, 8), changes, expected)
 
+    def test_a_pre_norm_transformer_block(self):
+        cell = Cell(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True))
+        changes = {r"by (torch.nn.LayerNorm\(32\)) last": self.with_last}
+        report = self.follow(cell, torch.randn(4, 6, 32), changes, ["|f(z)| grows"])
+        assert float(report.radius.max()) < 1
+
     def test_dropout(self):
         cell = Cell(nn.Sequential(nn.Linear(16, 16), nn.Tanh()), drop=nn.Dropout(0.2))
         changes = {"deqfast.SolveDropout": lambda cell: Cell(cell.body, drop=deqfast.SolveDropout(0.2))}
