@@ -1,11 +1,8 @@
 """The carry: finished samples make room for new ones, and nothing else changes."""
 
-from itertools import chain, repeat
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
 
 from deqfast import Carry, DEQBlock, Picard, Status
 
@@ -69,19 +66,6 @@ def test_every_sample_is_solved_as_in_one_long_solve():
     assert (gap <= 1e-3 * (solved.norm(dim=1) + gap)).all()
 
 
-def test_broken_samples_are_replaced():
-    (x, number), *rest = numbered(12)
-    x[1] = torch.nan
-    loop = block()
-    carry = Carry(loop, [(x, number), *rest], size=4)
-    z, solution = loop(carry.data[0], carry.z, return_solution=True)
-    assert solution.status[1] == Status.NONFINITE and z.isfinite().all()
-    carry.advance(z, solution.status != Status.MAX_ITER)
-    assert 1 not in carry.data[1] and carry.data[0].isfinite().all()
-    carry.advance(torch.where(carry.data[1][:, None] == 2, torch.nan, carry.z), torch.zeros(4, dtype=torch.bool))
-    assert 2 not in carry.data[1] and carry.z.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("device", "samples", "rows", "copies"),
     [
@@ -111,42 +95,6 @@ def test_the_host_waits_once_and_for_copies_between_devices(device, samples, row
     assert carry.taken == min(samples, 5 + len(rows))
 
 
-def test_a_buffer_that_all_batches_share():
-    def batches():
-        buffer = torch.empty(4, 2)
-        for number in range(4):
-            yield buffer.fill_(number)
-
-    carry = Carry(torch.clone, batches(), size=6)
-    assert carry.data[:, 0].tolist() == [0] * 4 + [1] * 2
-    carry.advance(carry.z, torch.ones(6, dtype=torch.bool))
-    assert carry.data[:, 0].tolist() == [1] * 2 + [2] * 4
-
-
-def test_states_are_copies():
-    carry, mask = Carry(lambda data: data, [torch.ones(4, 3)], size=4), torch.zeros(4, dtype=torch.bool)
-    carry.z.zero_()
-    assert (carry.data == 1).all()
-    many = torch.ones(1000, 4, 3)
-    carry.advance(many[0], mask)
-    many.zero_()
-    state = carry.state_dict()
-    assert (carry.z == 1).all() and carry.z.untyped_storage().nbytes() == carry.z.nbytes
-    for leaf in (carry.data, carry.z, carry.age):
-        leaf.zero_()
-    assert (state["data"] == 1).all() and (state["z"] == 1).all() and (state["age"] == 1).all()
-
-
-def test_trees_loaders_and_epochs():
-    loader = DataLoader(TensorDataset(torch.randn(6, 2), torch.arange(6)), batch_size=4)
-    batches = ({"clues": x, "target": {"y": y}} for x, y in chain.from_iterable(repeat(loader)))
-    carry = Carry(lambda data: (data["clues"].double(), data["target"]["y"].float()), batches, size=4, device="cpu")
-    for _ in range(5):
-        carry.advance(carry.z, torch.ones(4, dtype=torch.bool))
-    assert carry.taken == 24 and carry.data["target"]["y"].tolist() == [2, 3, 4, 5]
-    assert [leaf.dtype for leaf in carry.z] == [torch.float64, torch.float32]
-
-
 def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     batches = iter(numbered(40, 7))
     carry = Carry(block(), batches, size=4)
@@ -166,16 +114,6 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     ended = Carry(block(), numbered(4), size=4)
     ended.load_state_dict(other.state_dict())
     assert len(ended) == 0 and ended.taken == 40
-
-
-def test_a_carry_takes_nothing_before_it_is_used():
-    class Batches:
-        def __iter__(self):
-            raise AssertionError("begun too early")
-
-    carry = Carry(block(), Batches(), size=4)
-    carry.load_state_dict(Carry(block(), numbered(8), size=4).state_dict())
-    assert carry.data[1].tolist() == [0, 1, 2, 3] and carry.taken == 4 and len(carry) == 4
 
 
 def test_a_loaded_state_goes_to_the_devices_of_the_carry():
@@ -219,33 +157,6 @@ def test_a_wrong_state_changes_nothing():
     for wrong in (None, {"z": state["z"]}):
         with pytest.raises(ValueError, match="the state must be a dict of"):
             carry.load_state_dict(wrong)
-
-
-def test_a_wrong_batch_or_start_changes_nothing():
-    """The next call uses the rows that are left, and skips the wrong batch."""
-    (first, second, third), wrong = numbered(12), torch.zeros(4, 2)
-    starts, mask = [], torch.ones(6, dtype=torch.bool)
-
-    def init(data):
-        return starts.pop() if starts else data[0].clone()
-
-    carry = Carry(init, iter([first, second, (wrong, second[1]), third]), size=6)
-    before, before_z = carry.data, carry.z
-    for start, error, said in (
-        (None, ValueError, r"batches must have rows of .*\(3,\).*got .*\(2,\)"),
-        (torch.zeros(6, 2), ValueError, r"the states of init must have rows of .*\(3,\).*got .*\(2,\)"),
-        (torch.zeros(6, 3).double(), ValueError, "the states of init must have rows of .*float32.*got .*float64"),
-        (torch.zeros(4, 3), ValueError, "the states of init must have 6 rows"),
-        ((torch.zeros(6, 3),), TypeError, "the states of init must have the structure"),
-        (3.0, TypeError, r"the states of init must hold tensors with one row per sample, got \['float'\]"),
-        ({}, TypeError, "the states of init must hold tensors"),
-    ):
-        starts[:] = [] if start is None else [start]
-        with pytest.raises(error, match=said):
-            carry.advance(carry.z + 1, mask)
-        assert carry.data is before and carry.z is before_z and carry.age.tolist() == [0] * 6 and carry.taken == 6
-    carry.advance(carry.z, mask)
-    assert carry.data[1].tolist() == [6, 7, 8, 9, 10, 11] and carry.taken == 12
 
 
 def test_what_is_refused():
