@@ -71,22 +71,6 @@ def test_distance_decides_what_is_one_point():
         assert steps.starts.tolist() == [2]
 
 
-def test_a_constant_map_has_one_point_without_slope():
-    found = deqfast.find_fixed_points(lambda z: torch.ones_like(z), torch.rand(4, 3))
-    assert len(found.value) == 1 and not bool(found.eigenvalues.abs().any()) and bool(found.stable.all())
-
-
-def test_numbers_by_themselves_are_samples():
-    found = deqfast.find_fixed_points(torch.cos, torch.rand(4, dtype=FP64))
-    assert found.value.shape == (1,) and found.eigenvalues.shape == (1, 1) and bool(found.stable)
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (4, 0)])
-def test_empty_batches_and_states(shape):
-    found = deqfast.find_fixed_points(torch.cos, torch.zeros(shape))
-    assert found.eigenvalues.shape == (len(found.value), shape[1]) and len(found.value) <= 1
-
-
 def test_without_eigenvalues_stability_is_refused():
     found = deqfast.find_fixed_points(cubic, grid(1), eigenvalues=False)
     assert found.eigenvalues is None and repr(found).startswith("FixedPoints(3 points, ")
@@ -156,33 +140,3 @@ def test_slow_points_are_apart():
     assert found.starts.shape == (0,) and not found.solution.converged.any()
     drift = deqfast.find_fixed_points(lambda z: z + 0.3, torch.rand(4, 2))
     assert len(drift.value) == 0 and len(drift.slow) == 0
-
-
-def test_a_solver_with_an_absolute_tolerance():
-    solver = deqfast.Anderson(rtol=0, atol=1e-6, max_iter=100)
-    assert len(deqfast.find_fixed_points(cubic, grid(1, 21), solver).value) == 3
-    found = deqfast.find_fixed_points(decays("half", 3, FP64), grid(3, 5), solver)
-    assert len(found.value) == 1 and found.value.abs().max() <= 2e-6
-
-
-def test_a_point_without_a_jacobian_is_not_called_stable():
-    found = deqfast.find_fixed_points(lambda z: 0.5 * z.square().sqrt(), torch.rand(4, 1) + 1)
-    assert not found.value.any() and found.eigenvalues.isnan().all()
-    assert found.unstable_directions.tolist() == [1] and not bool(found.stable)
-
-
-def test_points_near_an_unstable_zero_are_found():
-    """0 repels, and the points at 0.001 are near it only by the measure of a loose solver."""
-    square = 1e-6
-    f = lambda z: z + 0.5 * z * (square - z * z) / (square + z * z)  # noqa: E731
-    starts = torch.tensor([[0.5], [-0.3], [0.2]])
-    found = deqfast.find_fixed_points(f, starts, deqfast.Picard(1e-3, 3000))
-    assert sorted(found.value.flatten().tolist()) == pytest.approx([-1e-3, 1e-3], rel=1e-2)
-
-
-def test_f_is_called_with_whole_batches_and_checked():
-    with pytest.raises(ValueError, match=r"f must return a tensor of shape \(6, 3\), got None"):
-        deqfast.find_fixed_points(lambda z: None, torch.ones(6, 3))
-    inputs = torch.linspace(0.1, 0.6, 6)[:, None]
-    found = deqfast.find_fixed_points(lambda z: 0.5 * z + inputs, torch.ones(6, 1), eigenvalues=False)
-    assert sorted(found.value.flatten().tolist()) == pytest.approx((2 * inputs).flatten().tolist(), rel=1e-3)
