@@ -90,33 +90,12 @@ def test_identity_without_training_or_probability(p):
     assert p < 1 or not dropped.any()
 
 
-@pytest.mark.parametrize(("dims", "drawn"), [((), (4, 3, 5, 6)), ((2, 3), (4, 3, 1, 1)), ((1,), (4, 1, 5, 6))])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_dimensions_that_share_a_draw(dims, drawn, dtype):
-    z = torch.ones(4, 3, 5, 6, dtype=dtype).to(memory_format=torch.channels_last)
-    dropped = SolveDropout(0.5, dims)(z)
-    assert dropped.dtype == dtype and dropped.stride() == z.stride()
-    first = dropped[tuple(slice(0, size) for size in drawn)]
-    assert torch.equal(dropped, first.expand_as(z)) and 0 < first.float().mean() < 2
-
-
 def test_no_warning_of_a_changing_cell(recwarn):
     DEQBlock(Cell(SolveDropout(0.5)))(inputs())
     DEQBlock(Cell(SolveDropout(0.5)), init=nn.Dropout(0.5))(inputs())  # not part of the cell
     assert not recwarn.list
     with pytest.warns(UserWarning, match=r"cell.drop \(Dropout\); .* deqfast.SolveDropout"):
         DEQBlock(Cell(nn.Dropout(0.5)))(inputs())
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_around_the_block(reentrant):
-    block, x, found = DEQBlock(Cell(SolveDropout(0.5)), TIGHT, "implicit"), inputs().requires_grad_(), []
-    for call in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
-        torch.manual_seed(3)
-        block.zero_grad()
-        call(x).square().sum().backward()
-        found.append([parameter.grad.clone() for parameter in block.parameters()])
-    assert_close(*found, 0.0)
 
 
 @pytest.mark.parametrize("adjoint", ["jfb", Reversible(5), Unrolled(5, checkpoint=True)], ids=str)
@@ -159,15 +138,6 @@ def test_blocks_that_share_a_module_and_blocks_in_cells():
     outer.inner, outer.drop, outer.forward = first, drop, lambda z, x: 0.5 * first(drop(z)) + x
     DEQBlock(outer)(x).sum().backward()
     assert len({tuple(mask.flatten().tolist()) for mask in drop.seen}) == 1
-
-
-@pytest.mark.usefixtures("cpp_kernels")
-def test_compiled_solves_serve_evaluation_only():
-    block, x = DEQBlock(Cell(SolveDropout(0.5)), compile=True), inputs()
-    with pytest.raises(RuntimeError, match="compile=True"):
-        block(x)
-    with torch.no_grad():
-        assert_close(block.eval()(x), DEQBlock(block.cell)(x), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -28,27 +28,11 @@ def history(shape=SHAPE, dtype=torch.float32):
     return empty_history(shape, dtype, CPU)
 
 
-def test_a_history_has_its_shape_and_dtype():
-    for shape, dtype in [
-        (SHAPE, torch.float32),
-        (SHAPE, torch.bfloat16),
-        ((2, 3, 5), torch.float64),
-        ((0, 6, 9), torch.float32),
-    ]:
-        made = history(shape, dtype)
-        assert made.shape == shape and made.dtype == dtype and made.is_contiguous()
-
-
 def test_memory_is_kept_for_the_next_history_that_fills_most_of_it():
     address = history().data_ptr()
     assert history().data_ptr() == address
     assert history((4, 20, 8192), torch.bfloat16).data_ptr() != address  # half as large
     assert history((4, 15, 8192)).data_ptr() == address
-
-
-def test_small_histories_are_not_kept():
-    history((1, 2, 3))
-    assert memory._blocks.kept == []
 
 
 def test_a_block_that_nobody_wants_is_given_back():

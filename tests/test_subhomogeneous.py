@@ -8,11 +8,10 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
-from correctness import FINITE_DIFFERENCES, after_solve, amplification, assert_close, rounding
+from correctness import FINITE_DIFFERENCES, assert_close, rounding
 from torch.func import functional_call
 
-from deqfast import Anderson, Broyden, DEQBlock, Implicit, Neumann, Picard, SubhomogeneousCell
+from deqfast import DEQBlock, Implicit, Neumann, Picard, SubhomogeneousCell
 
 DEGREE, EPS = 0.9, rounding(torch.float64)
 TIGHT = Picard(1e-13, 400)
@@ -103,15 +102,6 @@ def test_solves_end_within_the_documented_evaluations(kernel_size, weights, dtyp
 
 
 @every_kind
-@pytest.mark.parametrize("solver", [Anderson(1e-12, 100), Broyden(1e-12, 100)], ids=["Anderson", "Broyden"])
-def test_other_solvers_find_the_same_fixed_point(kernel_size, solver):
-    cell, x = cell_of(kernel_size), inputs(kernel_size)
-    expected = DEQBlock(cell, TIGHT)(x)
-    condition = amplification(lambda z: cell(z, x), expected)
-    assert_close(DEQBlock(cell, solver)(x), expected, after_solve(1e-12, condition))
-
-
-@every_kind
 @pytest.mark.parametrize("adjoint", [Implicit(TIGHT), Neumann(200)], ids=lambda adjoint: type(adjoint).__name__)
 def test_gradients_against_finite_differences(kernel_size, adjoint):
     block = DEQBlock(SubhomogeneousCell(2, 2, kernel_size, dtype=torch.float64), TIGHT, adjoint)
@@ -122,20 +112,6 @@ def test_gradients_against_finite_differences(kernel_size, adjoint):
         return functional_call(block, dict(zip(names, parameters, strict=True)), (x,))
 
     assert len(parameters) == 3 and torch.autograd.gradcheck(value, (x, *parameters), **FINITE_DIFFERENCES)
-
-
-@pytest.mark.parametrize("size", [(1, 1), (3, 4), (5, 2)])
-def test_a_convolution_is_the_connected_cell_of_its_matrix(size):
-    cell, x = SubhomogeneousCell(3, 2, 3, dtype=torch.float64), torch.randn(4, 3, *size, dtype=torch.float64)
-    n = math.prod(size)
-
-    def toeplitz(weight):
-        basis = torch.eye(weight.shape[1] * n, dtype=torch.float64).view(-1, weight.shape[1], *size)
-        return F.conv2d(basis, weight, padding=1).flatten(1).T
-
-    other, (a, u, b) = SubhomogeneousCell(3 * n, 2 * n, dtype=torch.float64), cell.parameters()
-    other.load_state_dict({"A": toeplitz(a), "injection.weight": toeplitz(u), "injection.bias": b.repeat_interleave(n)})
-    assert_close(DEQBlock(cell, TIGHT)(x).flatten(1), DEQBlock(other, TIGHT)(x.flatten(1)), EPS)
 
 
 @every_kind
