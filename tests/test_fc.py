@@ -12,7 +12,7 @@ from dataclasses import replace
 import emulate
 import pytest
 import torch
-from correctness import WELL_CONDITIONED, after_solve, amplification, assert_accurate, assert_close, lost, rounding
+from correctness import assert_accurate, assert_close, lost, rounding
 from correctness.fc_states import DTYPES, EVENTS, FCCase, check_solve
 from correctness.states import RULES, same_bits
 from op_calls import check_bits
@@ -169,21 +169,6 @@ class TestLaunches:
         assert launches.names == ["fc_steps"] * max(-(-most // iterations), 1)
         assert all(map(same_bits, parts, whole))
 
-    @every_dtype
-    def test_a_large_batch_is_several(self, dtype, monkeypatch):
-        """Of 16, 16 and 5 samples: one evaluation of the whole batch would take too long."""
-        case = FCCase(size=9, batch=37, max_iter=6, rows=EVENTS[:36], warm=True, **DTYPES[dtype])
-        whole = torch.ops.deqfast.fc_fixed_point(*case.make(), *case.scalars())
-        monkeypatch.setattr(one_launch, "MAX_LAUNCH_PRODUCTS", 16 * (9 + 32) ** 2)
-        with Launches() as launches:
-            parts = one_launch._in_launches(*case.make(), *case.scalars())
-        assert len(launches.names) > 3 * 2 and all(map(same_bits, parts, whole))
-
-    def test_a_usual_solve_is_one(self):
-        with Launches() as launches:
-            fc_fixed_point(torch.eye(512) / 2, torch.ones(128, 512), solver=Picard(max_iter=50))
-        assert launches.names == ["fc_fixed_point"]
-
     def test_ctrl_c(self):
         process = subprocess.Popen(
             [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -306,44 +291,12 @@ class TestFunction:
         expected = torch.autograd.grad(jfb(weight, c[kept], z[kept], "relu").sum(), weight)[0]
         assert_close(grad_weight, expected, EPS)
 
-    def test_only_what_needs_a_gradient_gets_one(self, kernel, device):
-        weight, c, z0 = FCCase(size=5, batch=2).make(device)
-        assert not fc_fixed_point(weight, c, kernel=kernel)[0].requires_grad
-        z, _ = fc_fixed_point(weight, c.requires_grad_(), z0.requires_grad_(), kernel=kernel)
-        z.sum().backward()
-        assert c.grad is not None and z0.grad is None and weight.grad is None
-
     def test_a_second_derivative_is_an_error(self):
         weight, c = leaves(FCCase(size=5, batch=2))
         z, _ = fc_fixed_point(weight, c)
         (grad,) = torch.autograd.grad(z.sum(), c, create_graph=True)
         with pytest.raises(RuntimeError, match="double backward through fc_fixed_point is not supported"):
             grad.sum().backward()
-
-    def test_the_value_may_be_changed_in_place(self):
-        weight, c = leaves(FCCase(size=5, batch=2))
-        z, solution = fc_fixed_point(weight, c)
-        before = solution.value.clone()
-        z.add_(1).sum().backward()
-        assert torch.equal(solution.value, before) and torch.isfinite(weight.grad).all()
-
-    def test_strided_tensors_and_autocast(self, kernel, device):
-        weight, c, z0 = FCCase(size=8, batch=3, warm=True).make(device)
-        expected, _ = fc_fixed_point(weight, c, z0, kernel=kernel)
-        strided = [torch.stack([t.mT, t.mT], -1)[..., 0].mT for t in (weight, c, z0)]
-        with torch.autocast(device, torch.bfloat16):
-            actual, _ = fc_fixed_point(*strided, kernel=kernel)
-        assert_close(actual, expected, WELL_CONDITIONED * rounding(torch.float32))
-
-    def test_auto_takes_the_loop_where_no_kernel_serves(self, monkeypatch):
-        weight, c = leaves(FCCase(size=7, batch=3))
-        expected, solution = fc_fixed_point(weight, c)
-        monkeypatch.setattr(one_launch, "has_kernel", lambda *args: False)
-        with torch.autocast("cpu", torch.bfloat16):
-            value, looped = fc_fixed_point(weight, c)
-        assert_close(value, expected, EPS)
-        assert torch.equal(looped.iterations, solution.iterations) and looped.evaluations == solution.evaluations
-        assert torch.autograd.grad(value.sum(), weight)[0].isfinite().all()
 
     def test_the_counts_of_plain_torch_are_those_of_its_calls(self):
         weight, c = leaves(FCCase(size=5, batch=3), "cpu")
@@ -434,25 +387,6 @@ class TestCells:
         assert_close(solution.residual, looped.residual, lost(x.dtype, 1e-4))
         assert_close(grads, expected, rounding(x.dtype))
 
-    def test_a_forward_of_the_instances_own_is_called(self, monkeypatch):
-        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
-        cell.forward = lambda z, x, own=cell.forward: 0.5 * z + 0.5 * own(z, 2 * x)
-        _, solution = DEQBlock(cell, Picard(1e-5, 200))(x, return_solution=True)
-        assert not made and solution.converged.all()
-
-    @pytest.mark.usefixtures("cpp_kernels")
-    def test_autocast(self, monkeypatch):
-        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
-        block = DEQBlock(cell, Picard(1e-3, 50))
-        exact = DEQBlock(cell, Picard(1e-6, 50))(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            z, solution = block(x, return_solution=True)
-        assert made == ["cpp", "cpp"] and z.dtype == torch.float32 and solution.converged.all()
-        condition = amplification(lambda z: cell(z, x), exact)
-        assert_close(z, exact, after_solve(1e-3 + rounding(torch.bfloat16, 1), condition))
-        z.sum().backward()
-        assert torch.isfinite(cell.weight.grad).all()
-
     def test_states_and_kernels_that_are_not_served_take_the_loop(self, monkeypatch):
         made, (cell, x), z0 = self.launches(monkeypatch), self.case("tanh"), torch.zeros(5, 9)
         subclass = type("Subclass", (FCCell,), {"forward": lambda self, z, x: FCCell.forward(self, z, x)})(4, 9)
@@ -464,12 +398,3 @@ class TestCells:
         with torch.autocast("cpu", torch.float16):
             assert cell.fixed_point(x, z0, Picard(), "auto") is None
         assert made == []
-
-    def test_errors_are_those_of_the_loop(self):
-        cell, x = self.case("tanh")
-        z0 = torch.zeros(5, 9)
-        z0[3, 1] = torch.inf
-        with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 5 rows: 3"):
-            DEQBlock(cell, Picard())(x, z0)
-        with pytest.raises(ValueError, match=r"x must have shape \(B, 4\), got \(5, 3\)"):
-            DEQBlock(cell, Picard())(x[:, :3])
