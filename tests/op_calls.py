@@ -32,6 +32,7 @@ SOURCES = {  # stems of the CUDA sources that are not named as their op
     "norm_act_residual_backward": "norm_act_residual",
     "class_means": "neural_collapse",
     "within_class_scatter": "neural_collapse",
+    **{f"{step}_{half}": f"{step}_step" for step in ("picard", "multisecant") for half in ("sums", "apply")},
     "multisecant_transposed": "multisecant_step",
 }
 STEPS: dict[str, Case] = {

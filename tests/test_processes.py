@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import emulate
 import pytest
 import torch
 import torch.distributed as dist
@@ -428,7 +429,25 @@ class Halves:
         return torch.cat([numbers.unflatten(0, (2, -1)).amax(dim=0)] * 2)
 
 
-KERNELS_OF_PARTS = ["torch", "cpp"]
+KERNELS_OF_PARTS = ["torch", "cpp", "cuda"]
+
+
+def solve_of_parts(z0: Tensor, options: Options, kernel: str) -> Solve:
+    """The solve of `Halves` on this kernel; that of CUDA is emulated."""
+    solve = Solve(z0, replace(options, state_group=Halves()))
+    solve.kernel = Kernel(kernel, parts=Halves())
+    return solve
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Kernel._own
+    of_cuda = lambda name: getattr(torch.ops.deqfast_emulated, name)
+    monkeypatch.setattr(Kernel, "_own", lambda self, name: of_cuda(name) if self.name == "cuda" else own(self, name))
+    for source in ("picard_step", "multisecant_step"):
+        emulate.load(source)
+
+
 IN_HALVES = {
     "picard": Picard(1e-6, 40, relaxation=0.9),
     "anderson": Anderson(1e-8, 40),
@@ -464,15 +483,14 @@ def test_rows_that_are_parts_are_solved_as_one(name, size, width):
     expected, z0 = Solve(x, whole)(f, torch.zeros_like(x)), torch.zeros(10, width).double()
     assert expected.status.tolist()[4] == Status.NONFINITE
     for kernel in KERNELS_OF_PARTS:
-        parts = replace(whole, state_group=Halves(), kernel=kernel)
-        found = Solve(z0, parts)(of_parts, z0)
+        found = solve_of_parts(z0, whole, kernel)(of_parts, z0)
         for half in (slice(0, 5), slice(5, 10)):
             assert torch.equal(found.status[half], expected.status), kernel
             assert torch.equal(found.iterations[half], expected.iterations), kernel
         assert_close(torch.cat(found.value.chunk(2), dim=1), expected.value, 1e-12, kernel)
         assert_close(found.trace[:, :5], expected.trace, 1e-6, kernel)
         with pytest.raises(ValueError, match="z0 must be finite; it is not in 2 of 10 rows: 0, 5"):
-            Solve(z0, parts)(of_parts, z0.index_fill(0, torch.tensor([5]), torch.nan))
+            solve_of_parts(z0, whole, kernel)(of_parts, z0.index_fill(0, torch.tensor([5]), torch.nan))
 
 
 @pytest.mark.parametrize("kernel", KERNELS_OF_PARTS)

@@ -17,6 +17,10 @@ struct RowSums {
   const int8_t* verdict;
 };
 
+DEQFAST_HD inline Verdict verdict_of(int8_t bits) {
+  return {(bits & kImproved) != 0, (bits & kBroken) != 0, (bits & kAdvances) != 0};
+}
+
 // The sums of multisecant_step, by their position for n pairs: |g|^2, |f(z)|^2; L^T g and L^T y, n each; |l|^2 and |y|^2
 // of the newest pair; its row of the window matrix, n, if L holds steps.
 struct SumsOfPairs {

@@ -46,8 +46,7 @@ struct SecondHalf : SampleStep {
   bool runs(int64_t row) const { return half.verdict[row] != 0; }
   DEQFAST_INLINE void sweep1(int64_t, Chunk, Sums) const {}
   void solve(int64_t row, Sums, Sample& sample) const {
-    const int8_t verdict = half.verdict[row];
-    sample.verdict = {(verdict & kImproved) != 0, (verdict & kBroken) != 0, (verdict & kAdvances) != 0};
+    sample.verdict = verdict_of(half.verdict[row]);
     if (sample.verdict.advance) step.take_sums(row, half.sums + row * half.width, sample);
   }
   DEQFAST_INLINE void sweep2(int64_t row, Chunk chunk, const Sample& sample, Sums sums) const {

@@ -151,7 +151,7 @@ class _Rows:
 
 @dataclass
 class PicardSums(_Rows):
-    """Sums over the elements of each row whose status is 0; 0 for the others."""
+    """Sums over the elements of each row whose status is 0; those of the others stay."""
 
     sums: Annotated[Tensor, InOut("B, 2", STATE)]  # |g|^2 and |f(z)|^2
 

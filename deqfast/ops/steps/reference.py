@@ -252,7 +252,12 @@ def picard_step(a: PicardStep, parts: Parts | None = None) -> None:
 
 def picard_sums(a: PicardSums) -> None:
     """Squares of g and f(z)."""
-    a.sums.copy_(_squares(a.fz - a.z, a.fz))
+    _store_sums(a, a.fz - a.z, [])
+
+
+def _store_sums(a: PicardSums | MultisecantSums | BroydenSums, g: Tensor, products: list[Tensor]) -> None:
+    """Store the squares of g and f(z), and the products, of the running rows."""
+    a.sums.copy_(torch.where((a.status == RUNNING)[:, None], torch.cat([_squares(g, a.fz), *products], dim=1), a.sums))
 
 
 def picard_apply(a: PicardApply) -> None:
@@ -289,11 +294,9 @@ def multisecant_step(a: MultisecantStep, parts: Parts | None = None) -> None:
 
 def multisecant_sums(a: MultisecantSums) -> None:
     """Complete the newest pair; squares and products of the rows."""
-    g, running = a.fz - a.z, a.status == RUNNING
-    pair = _newest_pair(a)
-    products = _products(a, pair, g, _pairs(a.k, a.left.shape[1]))
-    a.sums.copy_(torch.where(running[:, None], torch.cat([_squares(g, a.fz), *products], dim=1), 0))
-    _keep_pair(a, running, pair)
+    g, pair = a.fz - a.z, _newest_pair(a)
+    _store_sums(a, g, _products(a, pair, g, _pairs(a.k, a.left.shape[1])))
+    _keep_pair(a, a.status == RUNNING, pair)
 
 
 def multisecant_apply(a: MultisecantApply) -> None:
@@ -337,8 +340,7 @@ def broyden_step(a: BroydenStep, parts: Parts | None = None) -> None:
 def broyden_sums(a: BroydenSums) -> None:
     """Squares, and dots of the newest step and of g with the steps."""
     g = a.fz - a.z
-    sums = torch.cat([_squares(g, a.fz), *_dots_of_steps(a, g, a.k)], dim=1)
-    a.sums.copy_(torch.where((a.status == RUNNING)[:, None], sums, 0))
+    _store_sums(a, g, _dots_of_steps(a, g, a.k))
 
 
 def broyden_apply(a: BroydenApply) -> None:
