@@ -51,6 +51,7 @@ def fixed_point(
     trace: bool = False,
     lockstep: Any = None,
     state_group: Any = None,
+    causal: bool = False,
     warn: bool = True,
     return_solution: bool = False,
 ) -> Any:
@@ -73,6 +74,7 @@ def fixed_point(
         drop_converged: give f only the rows of z and `args` whose samples still run, as for ``DEQBlock``.
         trace: record residuals in the Solution, as for ``DEQBlock``.
         lockstep, state_group: process groups, as for ``DEQBlock``.
+        causal: f is causal along dimension 1 of each tensor of z, as for ``DEQBlock``.
         warn: warn at every call, as for ``DEQBlock``.
         return_solution: return the Solution too.
 
@@ -99,7 +101,7 @@ def fixed_point(
         tensor([0.2500, 0.1250])
     """
     options: dict[str, Any] = dict(solver=solver, adjoint=adjoint, scale=scale, per_sample=per_sample, stop_fn=stop_fn)
-    options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, warn=warn)
+    options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, causal=causal, warn=warn)
     options |= dict(lockstep=lockstep, state_group=state_group)
     return untraced(_solve, _Spread(f), z0, args, groups, return_solution, options)
 

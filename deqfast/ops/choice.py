@@ -22,6 +22,7 @@ from ..torch_internals.transforms import runs_only
 from .memory import empty_history
 from .registry import OPS
 from .steps import Parts, StopRule, split
+from .steps.positions import Positions
 
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
@@ -69,12 +70,12 @@ class Kernel:
     """The chosen implementation of every op.
 
     in_graph: the steps become part of an exported graph, in which all memory has values. parts: what sums over rows
-    that are parts of one sample.
+    that are parts of one sample or, with kernel "torch", the positions of one causal solve.
     """
 
     name: str
     in_graph: bool = False
-    parts: Parts | None = None
+    parts: Parts | Positions | None = None
 
     def op(self, name: str) -> Callable[..., Any]:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
@@ -147,8 +148,11 @@ class Kernel:
 
     @property
     def has_broyden_step(self) -> bool:
-        """Whether there is a ``broyden_step``; without it, Broyden keeps pairs."""
-        return self.name in ("cpp", "torch")
+        """Whether there is a ``broyden_step``; without it, Broyden keeps pairs.
+
+        It derives pairs from steps that have one weight. Each position of a causal solve has its own.
+        """
+        return self.name in ("cpp", "torch") and not isinstance(self.parts, Positions)
 
     @property
     def channels_last_only(self) -> bool:
@@ -193,9 +197,9 @@ def choose_kernel(kernel: str, device: torch.device, parts: Parts | None = None)
 
 def _with_parts(chosen: Kernel, kernel: str, parts: Parts) -> Kernel:
     """The kernel of rows that are `parts` of samples; ValueError if the named one has no steps in halves."""
-    if chosen.name in ("triton", "cuda"):
+    if chosen.name == "triton":
         if kernel != "auto":
-            raise ValueError(f"rows that are parts of samples need kernel 'torch' or 'cpp', got {kernel!r}")
+            raise ValueError(f"rows that are parts of samples need kernel 'torch', 'cpp' or 'cuda', got {kernel!r}")
         chosen = Kernel("torch")
     return replace(chosen, parts=parts)
 

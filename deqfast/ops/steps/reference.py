@@ -1,8 +1,8 @@
 """Steps in plain torch: the specification of their kernels. They wait for the device only if k is negative.
 
 A step has two halves: what it sums over the elements of a sample, and how it judges and applies the sums. Between them
-`parts` sums over all rows that are parts of one sample, see ``Parts``; without it each row is a sample. The halves are
-ops of their own too, for the other kernels, see ``deqfast.ops.steps.split``.
+`parts` sums over all rows that are parts of one sample, see ``Parts``, or over earlier ``Positions``. Without it each
+row is a sample. The halves are ops of their own too, for the other kernels, see ``deqfast.ops.steps.split``.
 
 In a loop of a graph, k is a tensor () int64 of at least 1 instead of a number. All slots of the history are then in the
 window. Slots without a pair must be zeros: such pairs change nothing.
@@ -54,6 +54,7 @@ from . import (
     PicardSums,
     StopRule,
 )
+from .positions import Positions
 
 Step = PicardStep | MultisecantStep | BroydenStep
 AnyStep = TypeVar("AnyStep", PicardStep, MultisecantStep, BroydenStep)
@@ -102,10 +103,14 @@ Norms = tuple[Tensor, Tensor]
 """Norms (B,) of g and of f(z)."""
 
 
-def _summed(a: Step, g: Tensor, products: list[Tensor], parts: Parts | None) -> tuple[Norms, list[Tensor]]:
+def _summed(a: Step, g: Tensor, products: list[Tensor], parts: Parts | Positions | None) -> tuple[Norms, list[Tensor]]:
     """Norms, and the products (B, K) summed over the parts of each sample."""
-    if parts is None:
-        return (_norm(g, a.rule.maximum), _norm(a.fz, a.rule.maximum)), products
+    if parts is None or isinstance(parts, Positions):
+        own = _norm(g, a.rule.maximum), _norm(a.fz, a.rule.maximum)
+        if parts is None:
+            return own, products
+        running, maximum = a.status == RUNNING, a.rule.maximum
+        return _pair(parts.norms(torch.stack(own, dim=1), running, maximum)), parts.products(products, running, a.k)
     norms, sums = reduced(a, torch.cat([_squares(g, a.fz), *products], dim=1), parts)
     return norms, [*sums[:, 2:].split([product.shape[1] for product in products], dim=1)]
 
@@ -193,12 +198,21 @@ def _numbered(a: AnyStep) -> AnyStep:
     return replace(a, k=k, last=k + 1 >= -a.k)
 
 
-def _judge(a: Step, g: Tensor, norms: Norms) -> Tensor:
-    """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
+def _judge(a: Step, g: Tensor, norms: Norms, parts: Parts | Positions | None) -> Tensor:
+    """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step.
+
+    A position neither converges nor stalls before the earlier ones have ended: its residual would not
+    belong to the value.
+    """
     running = a.status == RUNNING
     now = evaluated(a.z, a.fz, a.rule, begun(a.progress, a.k), norms)
     finite = torch.isfinite(now.res_abs)
     converged = running & finite & now.converged(a.rule)
+    judged = running & finite
+    if isinstance(parts, Positions):
+        in_turn = parts.in_turn(converged | ~running)
+        judged &= in_turn | ~converged  # one that waits for its turn has not run away
+        converged &= in_turn
 
     gain, gain_iteration, first, start, best_size, least = (a.progress[i] for i in range(len(PROGRESS)))
     rounding = rounding_of(g.dtype, a.rule.stall_floor)
@@ -214,7 +228,7 @@ def _judge(a: Step, g: Tensor, norms: Norms) -> Tensor:
         torch.where(running & finite, now.first, first),
         torch.where(running & finite, now.start, start),
         torch.where(improved, now.size, best_size),
-        torch.where(running & finite, torch.minimum(now.measure(a.rule.absolute), least), least),
+        torch.where(judged, torch.minimum(now.measure(a.rule.absolute), least), least),
     ]
     a.progress.copy_(torch.stack(progress))
     stalled = (
@@ -223,6 +237,8 @@ def _judge(a: Step, g: Tensor, norms: Norms) -> Tensor:
         & (a.progress[LEAST] > a.rule.tol)
     )
     stalled &= running & finite & ~converged
+    if isinstance(parts, Positions):
+        stalled &= parts.in_turn(stalled | converged | ~running)
     broken = running & ~finite
 
     a.iterations.copy_(torch.where(running, a.k + 1, a.iterations))
@@ -241,11 +257,11 @@ def end(status: Tensor, progress: Tensor, tol: float) -> None:
     status.masked_fill_(running & escaped, ESCAPED).masked_fill_(running & ~escaped, MAX_ITER)
 
 
-def picard_step(a: PicardStep, parts: Parts | None = None) -> None:
+def picard_step(a: PicardStep, parts: Parts | Positions | None = None) -> None:
     """z <- z + damping (f(z) - z) for every running sample."""
     a = _numbered(a)
     g = a.fz - a.z
-    advance = _judge(a, g, _summed(a, g, [], parts)[0])
+    advance = _judge(a, g, _summed(a, g, [], parts)[0], parts)
     if not a.last:
         a.z.copy_(torch.where(advance[:, None], a.fz if a.damping == 1.0 else a.z + a.damping * g, a.z))
 
@@ -274,7 +290,7 @@ def _carried_out(a: PicardApply | MultisecantApply | BroydenApply) -> Tensor:
     return advance
 
 
-def multisecant_step(a: MultisecantStep, parts: Parts | None = None) -> None:
+def multisecant_step(a: MultisecantStep, parts: Parts | Positions | None = None) -> None:
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
     a = _numbered(a)
     g = a.fz - a.z
@@ -283,7 +299,7 @@ def multisecant_step(a: MultisecantStep, parts: Parts | None = None) -> None:
         pair = _newest_pair(a) if n else None
         products = [] if pair is None else _products(a, pair, g, n)
     norms, products = _summed(a, g, products, parts)
-    advance = _judge(a, g, norms)
+    advance = _judge(a, g, norms, parts)
     if a.last:
         return
     with torch.autocast(a.z.device.type, enabled=False):
@@ -332,7 +348,7 @@ def broyden_step(a: BroydenStep, parts: Parts | None = None) -> None:
     n = 0 if a.last else _pairs(a.k, a.steps.shape[1])
     products = _dots_of_steps(a, g, n) if n else []
     norms, products = _summed(a, g, products, parts)
-    advance = _judge(a, g, norms)
+    advance = _judge(a, g, norms, parts)
     if not a.last:
         _take_broyden_step(a, g, advance, n, products)
 
