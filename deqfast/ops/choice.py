@@ -70,7 +70,7 @@ class Kernel:
     """The chosen implementation of every op.
 
     in_graph: the steps become part of an exported graph, in which all memory has values. parts: what sums over rows
-    that are parts of one sample or, with kernel "torch", the positions of one causal solve.
+    that are parts of one sample, or the positions of one causal solve.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Kernel:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
         if self.parts is None:
             return self._own(name)
-        if self.name == "torch" or name == "multisecant_transposed":
+        if name == "multisecant_transposed":
             return functools.partial(_REFERENCES[name], parts=self.parts)
         halves = getattr(split, name)
         return lambda *values: halves(OPS[name].table(*values), self._own, self.parts)
