@@ -251,13 +251,10 @@ def kernel_of(options: Options, device: torch.device) -> Kernel:
     if options.causal:
         check_causal(options.solver, options.kernel)
         return Kernel("torch")
-    if options.state_group is None:
-        return choose_kernel(options.kernel, device)
-    if type(options.solver) not in (Picard, Anderson, Broyden, Auto):
+    parts = options.state_group
+    if parts is not None and type(options.solver) not in (Picard, Anderson, Broyden, Auto):
         raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
-    if options.kernel not in ("auto", "torch"):
-        raise ValueError(f"state_group runs on kernel 'torch', which sums over processes, got {options.kernel!r}")
-    return Kernel("torch", parts=options.state_group)
+    return choose_kernel(options.kernel, device, parts)
 
 
 def check_causal(solver: Solver, kernel: str) -> None:
