@@ -124,10 +124,12 @@ class Solution:
         residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
             of the divided state.
         evaluations: calls of f in the solve, without the gradient's. Reading it waits for a captured solve to end.
-        sample_evaluations: samples in all these calls together: evaluations * B, fewer with `drop_converged`.
+        sample_evaluations: samples in all these calls together: evaluations * B, fewer with `drop_converged`. In a
+            causal solve these are positions.
         trace: (evaluations, B) residual of the best iterate after every evaluation; None if it was not recorded.
         trace_rel: the trace of ``residual_rel``, or None.
         trace_abs: the trace of ``residual_abs``, or None.
+        position_iterations: (B, T) int32 of a causal solve, the `iterations` of each position; else None.
 
     Examples:
         >>> slope = torch.tensor([[0.5], [1.0]])
@@ -151,6 +153,7 @@ class Solution:
     trace: Tensor | None = None
     trace_rel: Tensor | None = None
     trace_abs: Tensor | None = None
+    position_iterations: Tensor | None = None
     arriving: Arriving | None = field(default=None, repr=False, compare=False)  # the counts of these statuses
 
     def changed(self, **changes: Any) -> Solution:
