@@ -116,7 +116,7 @@ def test_the_steps_are_those_of_the_eager_loop(case):
 
 
 class Masked(nn.Module):
-    """A cell with dropout whose mask each solve draws anew."""
+    """A cell with dropout with a new mask in each solve."""
 
     def __init__(self):
         super().__init__()
