@@ -107,7 +107,7 @@ def test_every_phase_exists_and_the_first_ones_fit_a_call():
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("plan, only", [("short", ["bits", "probe"]), ("checks", ["memcheck"])])
+@pytest.mark.parametrize("plan, only", [("short", ["bits", "probe", "whole"]), ("checks", ["memcheck"])])
 def test_a_dry_run(plan, only, tmp_path):
     result = run(plan, *only, "--dry-run", "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -47,6 +47,8 @@ PREDICTED = {
     ("rivals", "rivals-elementwise-picard-128x8192", "optimistix"): (0.4, 0.8),
     ("rivals", "rivals-elementwise-picard-128x8192", "torchdeq-compiled"): (3.0, 6.0),
     ("training", "residual-anderson-jfb-32x128x4x4", "cuda"): (2.3, 2.7),
+    ("whole steps", "residual-anderson-jfb-32x128x4x4", "graphed"): (1.0, 1.5),
+    ("whole steps", "study, width 16, batch 32, jfb", "graphed"): (1.6, 3.0),
     ("training step", "width 64, batch 128, jfb", "deq"): (25.0, 35.0),
 }
 
@@ -79,6 +81,8 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
         if key in PREDICTED and "ms" in row:
             low, high = PREDICTED[key]
             yield f"{' '.join(key)}: {row['ms']:.4g} ms, predicted {low:g} to {high:g}"
+        if "steps_per_second" in row:
+            yield f"{row['case']}: {row['steps_per_second']:.4g} steps a second together, 768 before, target 1500"
         if key == ("probe", "pass of a loop with 2 kernels", "device") and "ms" in row:
             far = row["ms"] > WHILE_LIMIT
             yield f"a body holds {'four iterations, or the step is captured whole' if far else 'two iterations'}"
@@ -389,6 +393,104 @@ def study(place: Place) -> Rows:
     sizes, seconds = ((8, 4), 0.1) if place.small else ((64, 128), 15)
     if not place.rows:
         yield study_step.measure(study_step.settings_of(*sizes, place.device), 2 if place.small else 30, seconds)
+
+
+def whole_steps(place: Place) -> Rows:
+    """Training steps in one launch next to eager ones: a residual layer, a transformer block, the study's DEQ."""
+    widths = ((8, 4),) if place.small else ((16, 32), (64, 128))
+    makers: dict[str, Callable[[bool], Callable[[], Any]]] = {
+        "residual-anderson-jfb-32x128x4x4": partial(residual_step, place),
+        "transformer-anderson-jfb-16x128x256": partial(transformer_step, place),
+    }
+    for width, batch in widths:
+        makers[f"study, width {width}, batch {batch}, jfb"] = partial(study_deq_step, place, width, batch)
+    for case, make in makers.items():
+        if place.has("whole steps", case):
+            continue
+        try:
+            calls = {"eager": make(False)} | ({} if place.small else {"graphed": make(True)})
+            for call in calls.values():
+                for _ in range(3):  # the third is captured
+                    call()
+            spent = in_turns(calls, place.device, seconds=0.1 if place.small else SECONDS)
+            yield [row_of("whole steps", case, name, **columns_of(kept)) for name, kept in spent.items()]
+        except Exception as error:
+            yield [row_of("whole steps", case, "graphed", **fault(error))]
+
+
+def residual_step(place: Place, graphed: bool) -> Callable[[], Any]:
+    """Step of a residual layer with JFB."""
+    shape = (2, 8, 4, 4) if place.small else (32, 128, 4, 4)
+    cell = deqfast.ResidualCell(shape[1], 8 if place.small else 32)
+    order = torch.channels_last
+    return layer_step(place, cell.to(memory_format=order), torch.randn(shape).contiguous(memory_format=order), graphed)
+
+
+def transformer_step(place: Place, graphed: bool) -> Callable[[], Any]:
+    """Step of a block whose cell is a transformer's layer."""
+    shape = (2, 4, 8) if place.small else (16, 128, 256)
+    return layer_step(place, Attending(shape[2]), torch.randn(shape), graphed)
+
+
+class Attending(torch.nn.Module):
+    """Cell with attention and a perceptron."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(features, 4, 2 * features, dropout=0.0, batch_first=True)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * cast(Tensor, self.layer(z + x))
+
+
+def layer_step(place: Place, cell: torch.nn.Module, x: Tensor, graphed: bool) -> Callable[[], Any]:
+    """Step of a layer whose loss is the mean square of its value."""
+    block = deqfast.DEQBlock(cell, deqfast.Anderson(max_iter=20), warn=False).to(place.device)
+    rate = torch.tensor(1e-3, device=place.device)
+    optimizer = torch.optim.SGD(block.parameters(), rate, momentum=0.9, fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = block(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return partial(deqfast.make_graphed_step(step) if graphed else step, x.to(place.device))
+
+
+def study_deq_step(place: Place, width: int, batch: int, graphed: bool) -> Callable[[], Any]:
+    """Step of the study's DEQ."""
+    settings = study_step.settings_of(width, batch, place.device, eager=not graphed)
+    return study_step.steppers_of(settings)["deq"].step
+
+
+def together(place: Place) -> Rows:
+    """Steps a second of the study's DEQ by several processes on one device, which begin together."""
+    if place.rows:
+        return
+    count, sizes, seconds = (2, (2, 4), 0.1) if place.small else (16, (16, 32), 15.0)
+    code = f"from harness.study_step import count_steps\ncount_steps(*{sizes}, {place.device!r}, {seconds})"
+    paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "experiments"), os.environ.get("PYTHONPATH", "")])
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    running: list[Any] = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT, **pipes) for _ in range(count)
+    ]
+    try:
+        for process in running:
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError("a process of the study did not begin, see the log")
+        for process in running:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        rates = [float(process.stdout.readline()) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    case = f"study, width {sizes[0]}, batch {sizes[1]}, {count} processes"
+    yield [row_of("whole steps", case, "graphed", steps_per_second=sum(rates))]
 
 
 def sweeps(place: Place) -> Rows:

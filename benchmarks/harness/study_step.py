@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from nc_study.config import Settings, settings_from
 from nc_study.data import Source, load
+from nc_study.record import EAGER
 from nc_study.training import EVALUATION_BATCH, SolverTally, Trainer, autocast
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +22,7 @@ import deqfast
 from .collapse import clusters
 from .record import Row
 from .suite import columns_of
-from .timing import in_turns
+from .timing import in_turns, wait
 
 MODELS = ("explicit", "deq")
 EPOCH = 50_000  # images of balanced CIFAR-10
@@ -37,7 +39,7 @@ class Stepper:
         self.batches = itertools.chain.from_iterable(epochs)
         self.evaluations: list[float] = []
         self.state: Tensor | None = None
-        if isinstance(trainer.network.last, deqfast.DEQBlock):
+        if trainer.steps == EAGER and isinstance(trainer.network.last, deqfast.DEQBlock):  # a graph's are not counted
             trainer.network.last.register_forward_hook(self._solved)
 
     def _solved(self, block: Any, inputs: Any, output: Any) -> None:
@@ -110,6 +112,24 @@ def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
     return rows
 
 
+def count_steps(width: int, batch: int, device: str, seconds: float) -> None:
+    """Print "ready" after the first steps of the DEQ, as the study runs them; after a line of input, their number."""
+    step = steppers_of(settings_of(width, batch, device, eager=False, threads=1))["deq"].step
+    for _ in range(5):
+        step()
+    wait(device)
+    print("ready", flush=True)
+    input()
+    made, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        step()
+        made += 1
+        if made % 20 == 0:
+            wait(device)  # else the host would count steps that the device has yet to make
+    wait(device)
+    print(made / (time.monotonic() - end + seconds), flush=True)
+
+
 def median_ms(call: Any, device: str, rounds: int) -> float:
     return 1e3 * statistics.median(in_turns({"call": call}, device, rounds)["call"])
 
@@ -122,6 +142,7 @@ def paper_hours(batch: int, step_ms: float, images_per_second: float) -> float:
 
 
 def settings_of(width: int, batch: int, device: str, **given: Any) -> Settings:
-    """Settings of the study on drawn images, which need no data; the gradient is JFB, unless given."""
+    """Settings of the study on drawn images, which need no data; the gradient is JFB, the steps eager, unless given."""
     sizes = {"width": width, "batch_size": batch, "n_majority": batch, "test_images": 10, "adjoint": "jfb"}
+    sizes |= {"eager": True}
     return settings_from("cifar_balanced", preset="quick", dataset="shapes", device=device, **sizes | given)

@@ -98,7 +98,7 @@ class GraphedStep(Generic[T]):
     def __init__(self, step: Callable[[Any], T]) -> None:
         self.step = step
         self._alone = threading.RLock()
-        self._calls: dict[Any, int] = {}  # without a capture, by layout
+        self._calls: dict[Any, tuple[int, Seen]] = {}  # without a capture, by layout; and what the last of them used
         self._captured: dict[Any, CapturedStep] = {}
         self._stream: Any = None
         self._rates: list[Tensor] = []  # of the optimisers in the latest call without a capture
@@ -109,18 +109,18 @@ class GraphedStep(Generic[T]):
         layouts = [layout_of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
         key = str(spec), *layouts, torch.is_grad_enabled()
         with self._alone, current(device):
-            captured, calls = self._captured.get(key), self._calls.get(key, 0)
+            captured, (calls, seen) = self._captured.get(key), self._calls.get(key) or (0, Seen())
             if captured is not None and not captured.holds():
                 self._captured.pop(key).finished.synchronize()
                 captured, calls = None, EAGER - 1
             if captured is None and calls < EAGER:
-                result, self._seen = self._eager(batch, device, calls > 0)
-                self._calls[key] = calls + all(map(is_settled, self._seen.modules))
+                result, seen = self._eager(batch, device, calls > 0)
+                self._calls[key] = calls + all(map(is_settled, seen.modules)), seen
                 return result
             if captured is None:
                 while len(self._captured) >= MAX_GRAPHS:
                     self._captured.pop(next(iter(self._captured))).finished.synchronize()
-                captured = CapturedStep(self.step, leaves, spec, device, self._stream, self._seen)
+                captured = CapturedStep(self.step, leaves, spec, device, self._stream, seen)
                 self._captured[key] = captured
             return captured.replay(leaves)
 
@@ -189,10 +189,10 @@ class CapturedStep:
             raise RuntimeError(f"{WHO} cannot be captured, in {line_of(error)}: {error}") from error
         finally:
             torch.clear_autocast_cache()
+            self.grads = [(p, grad, p.grad) for p, grad in zip(parameters, before, strict=True)]
+            for parameter, grad, _ in self.grads:
+                parameter.grad = grad
         self.fixed, self.settings = [Fixed(module) for module in seen.modules], _contents(seen.optimizers)
-        self.grads = [(p, grad, p.grad) for p, grad in zip(parameters, before, strict=True)]
-        for parameter, grad, _ in self.grads:
-            parameter.grad = grad
         self.address: int | None = None  # of the latest stream
         self.finished = mark()
 
@@ -340,6 +340,8 @@ def _device_of(leaves: list[Any]) -> torch.device:
     for tensor in tensors:
         if tensor.device.type != DEVICE or tensor.device != tensors[0].device:
             raise ValueError(f"make_graphed_step needs a batch on one {DEVICE} device, got a tensor on {tensor.device}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise ValueError(f"make_graphed_step needs dense tensors in the batch, got {tensor.layout}")
         if tensor.requires_grad:
             raise ValueError("make_graphed_step needs a batch without gradient, got a tensor that requires one")
     if not tensors:
