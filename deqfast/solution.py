@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
@@ -180,20 +181,35 @@ class Solution:
         return f"Solution({counts or 'empty batch'}, evaluations={self.evaluations})"
 
 
+class Late:
+    """Value of a field that is work(*tensors) when it is first read, which may wait."""
+
+    def __init__(self, work: Callable[..., Any], *tensors: Tensor) -> None:
+        self.work, self.tensors = work, tensors
+
+    def __call__(self) -> Any:
+        return self.work(*self.tensors)
+
+    def then(self, work: Callable[..., Any], *tensors: Tensor) -> Late:
+        """The late work(*tensors, this value)."""
+        first = len(tensors)
+        return Late(lambda *given: work(*given[:first], self.work(*given[first:])), *tensors, *self.tensors)
+
+
 def _late() -> Any:
-    """Default of a field that is given as a function."""
-    return _Late()
+    """Default of a field that may be late."""
+    return _LateField()
 
 
-class _Late:
-    """Field that is given as a function. This is called when the field is first read, and may wait."""
+class _LateField:
+    """Field that may be given as a ``Late``."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, solution: Solution, owner: type) -> Any:
         value = solution.__dict__[self.name]
-        if callable(value):
+        if isinstance(value, Late):
             value = solution.__dict__[self.name] = value()
         return value
 
@@ -202,7 +218,7 @@ class _Late:
 
 
 class LateSolution(Solution):
-    """Solution whose numbers are still computed by a device: functions, which are called when they are read."""
+    """Solution whose numbers a device still computes: each is a ``Late`` until it is read."""
 
     evaluations: int = _late()
     sample_evaluations: int = _late()

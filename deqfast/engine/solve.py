@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ops import Kernel, choose_kernel
 from ..ops.steps import StopRule
 from ..ops.steps.positions import Positions
-from ..solution import Arriving, LateSolution, Solution
+from ..solution import Arriving, Late, LateSolution, Solution
 from ..solvers import Anderson, Auto, Broyden, Picard, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import Multisecant
@@ -218,10 +218,11 @@ def solution_of(
     """
     measure, kind, samples = int(solver.is_absolute), Solution, sample_evaluations
     traces: Any = (None, None)
-    if callable(evaluations):
-        kind, samples = LateSolution, lambda: evaluations() * packing.batch
+    if isinstance(evaluations, Late):
+        batch = packing.batch
+        kind, samples = LateSolution, evaluations.then(lambda made: made * batch)
         if trace is not None:
-            traces = [lambda i=i: trace[: evaluations(), i] for i in range(2)]
+            traces = [evaluations.then(lambda trace, made, i=i: trace[:made, i], trace) for i in range(2)]
     else:
         samples = evaluations * packing.batch if samples is None else samples
         if trace is not None:
