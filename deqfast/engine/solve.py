@@ -248,24 +248,21 @@ def solution_of(
 
 def kernel_of(options: Options, device: torch.device) -> Kernel:
     """Kernel of a solve; ValueError if its steps cannot sum over positions, or over processes."""
+    parts: Ranks | Positions | None = options.state_group
     if options.causal:
         check_causal(options.solver, options.kernel)
-        return Kernel("torch")
-    if options.state_group is None:
-        return choose_kernel(options.kernel, device)
-    if type(options.solver) not in (Picard, Anderson, Broyden, Auto):
+        parts = Positions(1)  # each solve has its own
+    elif parts is not None and type(options.solver) not in (Picard, Anderson, Broyden, Auto):
         raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
-    if options.kernel not in ("auto", "torch"):
-        raise ValueError(f"state_group runs on kernel 'torch', which sums over processes, got {options.kernel!r}")
-    return Kernel("torch", parts=options.state_group)
+    return choose_kernel(options.kernel, device, parts)
 
 
 def check_causal(solver: Solver, kernel: str) -> None:
     """Raise ValueError unless this solver's steps on this kernel can sum over positions."""
     if type(solver) not in (Picard, Anderson, Broyden):
         raise ValueError(f"causal serves Picard, Anderson and Broyden, whose steps sum over positions, got {solver}")
-    if kernel not in ("auto", "torch"):
-        raise ValueError(f"causal runs on kernel 'torch', whose steps sum over positions, got {kernel!r}")
+    if kernel in ("cuda", "triton"):
+        raise ValueError(f"causal runs on kernels 'torch' and 'cpp', whose steps sum over positions, got {kernel!r}")
 
 
 def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:
