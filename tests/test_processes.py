@@ -14,11 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import emulate
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import Implementation
 from correctness import assert_close
 from test_docs import ROOT, python_of
 from torch import Tensor, nn
@@ -439,13 +439,15 @@ def solve_of_parts(z0: Tensor, options: Options, kernel: str) -> Solve:
     return solve
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Kernel._own
-    of_cuda = lambda name: getattr(torch.ops.deqfast_emulated, name)
-    monkeypatch.setattr(Kernel, "_own", lambda self, name: of_cuda(name) if self.name == "cuda" else own(self, name))
-    for source in ("picard_step", "multisecant_step"):
-        emulate.load(source)
+    """The kernels of CUDA on the CPU."""
+    own, of_cuda = Kernel._own, Implementation("emulated", "cpu").op
+
+    def op(self: Kernel, name: str) -> Any:
+        return of_cuda(name, f"{name.split('_')[0]}_step") if self.name == "cuda" else own(self, name)
+
+    monkeypatch.setattr(Kernel, "_own", op)
 
 
 IN_HALVES = {
@@ -462,7 +464,7 @@ IN_HALVES = {
 
 @pytest.mark.parametrize(("size", "width"), [(1.0, 1), (1.0, 63), (1.0, 777), (1e-200, 6), (1e200, 6)])
 @pytest.mark.parametrize("name", IN_HALVES)
-def test_rows_that_are_parts_are_solved_as_one(name, size, width):
+def test_rows_that_are_parts_are_solved_as_one(emulated, name, size, width):
     """Also if squares over- or underflow; on one kernel, halves of a sample are judged and stepped as wholes."""
     torch.manual_seed(0)
     normal, x = (
@@ -482,19 +484,22 @@ def test_rows_that_are_parts_are_solved_as_one(name, size, width):
     whole = Options(solver=IN_HALVES[name], kernel="torch", trace=True)
     expected, z0 = Solve(x, whole)(f, torch.zeros_like(x)), torch.zeros(10, width).double()
     assert expected.status.tolist()[4] == Status.NONFINITE
-    for kernel in KERNELS_OF_PARTS:
+    is_emulated = (name, size) == ("anderson-I", 1e-200)  # which takes long; test_halves.py has the other methods
+    for kernel in KERNELS_OF_PARTS if is_emulated else KERNELS_OF_PARTS[:2]:
         found = solve_of_parts(z0, whole, kernel)(of_parts, z0)
         for half in (slice(0, 5), slice(5, 10)):
             assert torch.equal(found.status[half], expected.status), kernel
             assert torch.equal(found.iterations[half], expected.iterations), kernel
-        assert_close(torch.cat(found.value.chunk(2), dim=1), expected.value, 1e-12, kernel)
+        # Pairs in place of steps round otherwise.
+        tolerance = 1e-12 if Kernel(kernel).has_broyden_step else 1e-10
+        assert_close(torch.cat(found.value.chunk(2), dim=1), expected.value, tolerance, kernel)
         assert_close(found.trace[:, :5], expected.trace, 1e-6, kernel)
         with pytest.raises(ValueError, match="z0 must be finite; it is not in 2 of 10 rows: 0, 5"):
             solve_of_parts(z0, whole, kernel)(of_parts, z0.index_fill(0, torch.tensor([5]), torch.nan))
 
 
 @pytest.mark.parametrize("kernel", KERNELS_OF_PARTS)
-def test_no_rows_are_stepped(kernel):
+def test_no_rows_are_stepped(emulated, kernel):
     for solver in IN_HALVES.values():
         z = torch.zeros(0, 6)
         state = solver.init(z, Kernel(kernel, parts=Halves()))

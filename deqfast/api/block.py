@@ -80,7 +80,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             collectives. A cell whose parameters are DTensors needs none, see the page More than one process.
         state_group: a process group whose processes have parts of each sample, such as shards of its features or
             positions: all tensors of z and their gradients are the local shards, with all samples. Norms, products and
-            statuses are those of whole samples. For Picard, Anderson, Broyden and Auto on kernels "torch" and "cpp".
+            statuses are those of whole samples. For Picard, Anderson, Broyden and Auto. Not on kernel "triton".
         causal: the cell is causal along dimension 1 of each tensor of z. Then no later position of x changes an earlier
             one of z*, see ``solve``. The gradient is solved for whole samples.
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward

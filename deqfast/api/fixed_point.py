@@ -101,8 +101,8 @@ def fixed_point(
         tensor([0.2500, 0.1250])
     """
     options: dict[str, Any] = dict(solver=solver, adjoint=adjoint, scale=scale, per_sample=per_sample, stop_fn=stop_fn)
-    options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, warn=warn)
-    options |= dict(lockstep=lockstep, state_group=state_group, causal=causal)
+    options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, causal=causal, warn=warn)
+    options |= dict(lockstep=lockstep, state_group=state_group)
     return untraced(_solve, _Spread(f), z0, args, groups, return_solution, options)
 
 

@@ -261,8 +261,8 @@ def check_causal(solver: Solver, kernel: str) -> None:
     """Raise ValueError unless this solver's steps on this kernel can sum over positions."""
     if type(solver) not in (Picard, Anderson, Broyden):
         raise ValueError(f"causal serves Picard, Anderson and Broyden, whose steps sum over positions, got {solver}")
-    if kernel in ("cuda", "triton"):
-        raise ValueError(f"causal runs on kernels 'torch' and 'cpp', whose steps sum over positions, got {kernel!r}")
+    if kernel == "triton":
+        raise ValueError("causal runs on kernels 'torch', 'cpp' and 'cuda', whose steps have halves, got 'triton'")
 
 
 def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:

@@ -81,7 +81,7 @@ class Kernel:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
         if self.parts is None:
             return self._own(name)
-        if self.name == "torch" or name == "multisecant_transposed":
+        if name == "multisecant_transposed":
             return functools.partial(_REFERENCES[name], parts=self.parts)
         halves = getattr(split, name)
         return lambda *values: halves(OPS[name].table(*values), self._own, self.parts)
@@ -197,9 +197,9 @@ def choose_kernel(kernel: str, device: torch.device, parts: Parts | Positions | 
 
 def _with_parts(chosen: Kernel, kernel: str, parts: Parts | Positions) -> Kernel:
     """The kernel of rows that are `parts` of samples; ValueError if the named one has no steps in halves."""
-    if chosen.name in ("triton", "cuda"):
+    if chosen.name == "triton":
         if kernel != "auto":
-            raise ValueError(f"rows that are parts of samples need kernel 'torch' or 'cpp', got {kernel!r}")
+            raise ValueError(f"rows that are parts of samples need kernel 'torch', 'cpp' or 'cuda', got {kernel!r}")
         chosen = Kernel("torch")
     return replace(chosen, parts=parts)
 

@@ -41,14 +41,17 @@ class Positions:
         self._norms = own
         return self.scan(own, torch.maximum if maximum else torch.hypot)
 
-    def products(self, products: Tensor, pairs: int, running: Tensor, k: int) -> Tensor:
-        """Products (B * T, K) up to each position in evaluation k: first L^T g, then those of the newest pair."""
-        rows, (of_g, of_pair) = running[:, None], products.tensor_split([pairs], dim=1)
+    def products(self, products: list[Tensor], running: Tensor, k: int) -> list[Tensor]:
+        """Products (B * T, .) up to each position in evaluation k: first L^T g, then those of the newest pair."""
+        if not products:
+            return products
+        rows, (of_g, *of_pair) = running[:, None], products
         before = of_g[:, :0] if self._products is None else self._products
-        kept = pad(before, (0, pairs - before.shape[1]))
-        kept[:, (k - 1) % pairs] = 0  # the slot of the newest pair
+        kept = pad(before, (0, of_g.shape[1] - before.shape[1]))
+        kept[:, (k - 1) % of_g.shape[1]] = 0  # the slot of the newest pair
         self._products = torch.where(rows, of_g, kept)
-        return self.scan(torch.cat([self._products, torch.where(rows, of_pair, 0)], dim=1), torch.add)
+        joined = torch.cat([self._products, *(torch.where(rows, product, 0) for product in of_pair)], dim=1)
+        return list(self.scan(joined, torch.add).split([product.shape[1] for product in products], dim=1))
 
     def in_turn(self, may_end: Tensor) -> Tensor:
         """Mask (B * T,) of the positions that may end together with all earlier ones."""

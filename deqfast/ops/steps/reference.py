@@ -1,8 +1,7 @@
 """Steps in plain torch: the specification of their kernels. They wait for the device only if k is negative.
 
-A step has two halves: what it sums over the elements of a sample, and how it judges and applies the sums. Between them
-`parts` sums over all rows that are parts of one sample, see ``Parts``, or over earlier ``Positions``. Without it each
-row is a sample. The halves are ops of their own too, for the other kernels, see ``deqfast.ops.steps.split``.
+A step has two halves: what it sums over the elements of a sample, and how it judges and applies the sums. The halves
+are ops of their own too, for rows that are not whole samples, see ``deqfast.ops.steps.split``.
 
 In a loop of a graph, k is a tensor () int64 of at least 1 instead of a number. All slots of the history are then in the
 window. Slots without a pair must be zeros: such pairs change nothing.
@@ -103,26 +102,20 @@ Norms = tuple[Tensor, Tensor]
 """Norms (B,) of g and of f(z)."""
 
 
-def _summed(a: Step, g: Tensor, products: list[Tensor], parts: Parts | Positions | None) -> tuple[Norms, list[Tensor]]:
-    """Norms, and the products (B, K) summed over the parts of each sample."""
-    if parts is None:
-        return (_norm(g, a.rule.maximum), _norm(a.fz, a.rule.maximum)), products
-    norms, sums = reduced(a, torch.cat([_squares(g, a.fz), *products], dim=1), parts)
-    return norms, [*sums[:, 2:].split([product.shape[1] for product in products], dim=1)]
+def _norms(a: Step, g: Tensor) -> Norms:
+    return _norm(g, a.rule.maximum), _norm(a.fz, a.rule.maximum)
 
 
 def _squares(*vectors: Tensor) -> Tensor:
     return torch.stack([_dot(v, v) for v in vectors], dim=1)
 
 
-def reduced(a: Step, sums: Tensor, parts: Parts | Positions) -> tuple[Norms, Tensor]:
+def joined(a: Step, sums: Tensor, parts: Parts) -> tuple[Norms, Tensor]:
     """Norms, and `sums` (B, 2 + K) over the parts of each sample: the squares of g and f(z), and products.
 
     One sum over the parts suffices for Euclidean norms whose squares are sound; the largest magnitude needs another.
     """
     maximum = a.rule.maximum
-    if isinstance(parts, Positions):
-        return _up_to_each(a, sums, parts)
     if sums.shape[1] > 2 or not maximum:
         sums = parts.sum(sums)
     squares = sums[:, :2]
@@ -137,20 +130,15 @@ def reduced(a: Step, sums: Tensor, parts: Parts | Positions) -> tuple[Norms, Ten
     return _pair(_length(squares, scale, parts.sum(_squares(*scaled)))), sums
 
 
-def _up_to_each(a: Step, sums: Tensor, positions: Positions) -> tuple[Norms, Tensor]:
-    """As ``reduced``, up to each position."""
-    squares, running, maximum = sums[:, :2], a.status == RUNNING, a.rule.maximum
-    sound = _is_sound(squares)
-    own = squares.sqrt()
-    if maximum or not bool((sound | ~running[:, None]).all()):
-        exact = torch.stack([_norm(v, maximum) for v in (a.fz - a.z, a.fz)], dim=1)
-        own = exact if maximum else torch.where(sound, own, exact)
-    norms = _pair(positions.norms(own, running, maximum))
-    if not isinstance(a, MultisecantStep) or sums.shape[1] == 2:
-        return norms, sums
-    return norms, torch.cat(
-        [squares, positions.products(sums[:, 2:], _pairs(a.k, a.left.shape[1]), running, a.k)], dim=1
-    )
+def joined_positions(a: Step, sums: Tensor, positions: Positions) -> tuple[Norms, Tensor]:
+    """Likewise over each position and the earlier ones; the products are L^T g, then those of the newest pair."""
+    running, own = a.status == RUNNING, torch.stack(_norms(a, a.fz - a.z), dim=1)
+    norms, n = _pair(positions.norms(own, running, a.rule.maximum)), sums.shape[1] - 2
+    if n and isinstance(a, MultisecantStep):
+        n = _pairs(a.k, a.left.shape[1])
+        products = positions.products([sums[:, 2 : 2 + n], sums[:, 2 + n :]], running, a.k)
+        sums = torch.cat([sums[:, :2], *products], dim=1)
+    return norms, sums
 
 
 def _pair(columns: Tensor) -> Norms:
@@ -212,7 +200,7 @@ def _numbered(a: AnyStep) -> AnyStep:
     return replace(a, k=k, last=k + 1 >= -a.k)
 
 
-def judge(a: Step, g: Tensor, norms: Norms, parts: Parts | Positions | None) -> Tensor:
+def judge(a: Step, g: Tensor, norms: Norms, positions: Positions | None = None) -> Tensor:
     """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step.
 
     A position neither converges nor stalls before the earlier ones have ended: its residual would not
@@ -223,8 +211,8 @@ def judge(a: Step, g: Tensor, norms: Norms, parts: Parts | Positions | None) -> 
     finite = torch.isfinite(now.res_abs)
     converged = running & finite & now.converged(a.rule)
     judged = running & finite
-    if isinstance(parts, Positions):
-        in_turn = parts.in_turn(converged | ~running)
+    if positions is not None:
+        in_turn = positions.in_turn(converged | ~running)
         judged &= in_turn | ~converged  # one that waits for its turn has not run away
         converged &= in_turn
 
@@ -251,8 +239,8 @@ def judge(a: Step, g: Tensor, norms: Norms, parts: Parts | Positions | None) -> 
         & (a.progress[LEAST] > a.rule.tol)
     )
     stalled &= running & finite & ~converged
-    if isinstance(parts, Positions):
-        stalled &= parts.in_turn(stalled | converged | ~running)
+    if positions is not None:
+        stalled &= positions.in_turn(stalled | converged | ~running)
     broken = running & ~finite
 
     a.iterations.copy_(torch.where(running, a.k + 1, a.iterations))
@@ -271,11 +259,11 @@ def end(status: Tensor, progress: Tensor, tol: float) -> None:
     status.masked_fill_(running & escaped, ESCAPED).masked_fill_(running & ~escaped, MAX_ITER)
 
 
-def picard_step(a: PicardStep, parts: Parts | Positions | None = None) -> None:
+def picard_step(a: PicardStep) -> None:
     """z <- z + damping (f(z) - z) for every running sample."""
     a = _numbered(a)
     g = a.fz - a.z
-    advance = judge(a, g, _summed(a, g, [], parts)[0], parts)
+    advance = judge(a, g, _norms(a, g))
     if not a.last:
         a.z.copy_(torch.where(advance[:, None], a.fz if a.damping == 1.0 else a.z + a.damping * g, a.z))
 
@@ -304,7 +292,7 @@ def _carried_out(a: PicardApply | MultisecantApply | BroydenApply) -> Tensor:
     return advance
 
 
-def multisecant_step(a: MultisecantStep, parts: Parts | Positions | None = None) -> None:
+def multisecant_step(a: MultisecantStep) -> None:
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
     a = _numbered(a)
     g = a.fz - a.z
@@ -312,8 +300,7 @@ def multisecant_step(a: MultisecantStep, parts: Parts | Positions | None = None)
     with torch.autocast(a.z.device.type, enabled=False):
         pair = _newest_pair(a) if n else None
         products = [] if pair is None else _products(a, pair, g, n)
-    norms, products = _summed(a, g, products, parts)
-    advance = judge(a, g, norms, parts)
+    advance = judge(a, g, _norms(a, g))
     if a.last:
         return
     with torch.autocast(a.z.device.type, enabled=False):
@@ -355,14 +342,13 @@ def _take_step(
     a.z.copy_(torch.where(advance[:, None], z_next, a.z))
 
 
-def broyden_step(a: BroydenStep, parts: Parts | None = None) -> None:
+def broyden_step(a: BroydenStep) -> None:
     """z <- z + s_k with s_k = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1})."""
     a = _numbered(a)
     g = a.fz - a.z
     n = 0 if a.last else _pairs(a.k, a.steps.shape[1])
     products = _dots_of_steps(a, g, n) if n else []
-    norms, products = _summed(a, g, products, parts)
-    advance = judge(a, g, norms, parts)
+    advance = judge(a, g, _norms(a, g))
     if not a.last:
         _take_broyden_step(a, g, advance, n, products)
 

@@ -1,10 +1,11 @@
 """Steps of rows that are not whole samples: an op sums over each row, `parts` joins the sums, and an op applies them.
 
-The rows (B, D) are parts of samples, see ``Parts``. An evaluation is
+The rows (B, D) are parts of samples, see ``Parts``, or ``Positions``, which are judged in their order. An evaluation is
 
 1. ``<step>_sums``: sums (B, K) over the elements of each row, in the dtype of the state;
 2. one sum of them over all parts; for norms that are the largest magnitudes, or whose squares are not sound, another;
-3. the verdict on each row from the norms, by the kernel's own ``picard_step`` on rows of two numbers;
+3. the verdict on each row from the norms, by the kernel's own ``picard_step`` on rows of two numbers; on positions by
+   the reference;
 4. ``<step>_apply``: the step, from the sums of the whole sample.
 
 Between the first and the last, nothing has more than K numbers per row. The product with the transposed inverse, once
@@ -14,6 +15,7 @@ per gradient, runs in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from ...kernels.constants import ADVANCES, BROKEN, IMPROVED, RUNNING
 from . import BroydenStep, MultisecantStep, Parts, PicardStep
 from .positions import Positions
-from .reference import HOLDS_STEPS, Norms, judge, reduced
+from .reference import HOLDS_STEPS, joined, joined_positions, judge
 
 Ops = Callable[[str], Callable[..., Any]]
 """The op of this name, as the kernel runs it."""
@@ -75,22 +77,14 @@ def _squares(a: Any, op: Ops) -> Tensor:
 
 def _judged(a: Any, sums: Tensor, op: Ops, parts: Parts | Positions) -> tuple[Tensor, Tensor]:
     """The sums over all parts, and the verdicts (B,) int8. Residuals, statuses and iterations are recorded."""
-    norms, sums = reduced(a, sums, parts)
-    return sums, _verdict(a, norms, op, parts)
-
-
-def _verdict(a: Any, norms: Norms, op: Ops, parts: Parts | Positions) -> Tensor:
-    """The verdicts (B,) int8, by a step of rows z = (|f|, |g|) to f(z) = (|f|, 0) whose best iterates are (-1, -1).
-
-    Positions are judged in plain torch, because each waits for the earlier ones.
-    """
-    length, size = norms
+    (length, size), sums = joined_positions(a, sums, parts) if isinstance(parts, Positions) else joined(a, sums, parts)
+    # A step of rows z = (|f|, |g|) to f(z) = (|f|, 0), whose best iterates are (-1, -1).
     z = torch.stack([size, length], dim=1)
     best, fz = torch.full_like(z, -1), torch.stack([size, torch.zeros_like(size)], dim=1)
     monitor, rule = (a.status, a.iterations, a.residual, a.progress, a.active), a.rule._replace(maximum=True)
     if isinstance(parts, Positions):
-        judge(PicardStep(z, fz, best, *monitor, a.k, a.last, rule, 1.0), z, norms, parts)
+        judge(replace(a, z=z, fz=fz, best=best), fz - z, (length, size), parts)
     else:
         op("picard_step")(z, fz, best, *monitor, a.k, a.last, *rule, 1.0)
     verdict = (best[:, 0] >= 0) * IMPROVED + (z[:, 0] == -1) * BROKEN + (a.status == RUNNING) * ADVANCES
-    return verdict.to(torch.int8)
+    return sums, verdict.to(torch.int8)
