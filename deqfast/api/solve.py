@@ -70,7 +70,7 @@ def solve(
             and earlier positions only. Then the result at a position does so too, bit for bit. Weights and residuals of
             a position are those of the sequence up to it, and it ends when all earlier ones have. The last position
             speaks for the sample. An attribute `from_position` of f is called as f.from_position(z, first, value), see
-            ``CellHooks``. For Picard, Anderson and Broyden on kernel "torch", which "auto" then takes.
+            ``CellHooks``. For Picard, Anderson and Broyden on each kernel but "triton".
 
     Returns:
         Solution, whose `value` has the structure, dtypes and memory order of z0.

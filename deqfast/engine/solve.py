@@ -248,11 +248,11 @@ def solution_of(
 
 def kernel_of(options: Options, device: torch.device) -> Kernel:
     """Kernel of a solve; ValueError if its steps cannot sum over positions, or over processes."""
+    parts: Ranks | Positions | None = options.state_group
     if options.causal:
         check_causal(options.solver, options.kernel)
-        return Kernel("torch")
-    parts = options.state_group
-    if parts is not None and type(options.solver) not in (Picard, Anderson, Broyden, Auto):
+        parts = Positions(1)  # each solve has its own
+    elif parts is not None and type(options.solver) not in (Picard, Anderson, Broyden, Auto):
         raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
     return choose_kernel(options.kernel, device, parts)
 
@@ -261,8 +261,8 @@ def check_causal(solver: Solver, kernel: str) -> None:
     """Raise ValueError unless this solver's steps on this kernel can sum over positions."""
     if type(solver) not in (Picard, Anderson, Broyden):
         raise ValueError(f"causal serves Picard, Anderson and Broyden, whose steps sum over positions, got {solver}")
-    if kernel not in ("auto", "torch"):
-        raise ValueError(f"causal runs on kernel 'torch', whose steps sum over positions, got {kernel!r}")
+    if kernel == "triton":
+        raise ValueError("causal runs on kernels 'torch', 'cpp' and 'cuda', whose steps have halves, got 'triton'")
 
 
 def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:

@@ -171,7 +171,7 @@ def _warn_of_fallback(reasons: str) -> None:
     warnings.warn(f"deqfast: kernel='auto' falls back to the slower torch: {reasons}", stacklevel=4)
 
 
-def choose_kernel(kernel: str, device: torch.device, parts: Parts | None = None) -> Kernel:
+def choose_kernel(kernel: str, device: torch.device, parts: Parts | Positions | None = None) -> Kernel:
     """Resolve `kernel` for tensors on `device`, whose rows may be `parts` of samples, see ``Kernel``.
 
     "auto" takes cuda, then triton, on CUDA tensors, and cpp on CPU tensors. If these are not available, it takes torch
@@ -195,7 +195,7 @@ def choose_kernel(kernel: str, device: torch.device, parts: Parts | None = None)
     return Kernel(kernel)
 
 
-def _with_parts(chosen: Kernel, kernel: str, parts: Parts) -> Kernel:
+def _with_parts(chosen: Kernel, kernel: str, parts: Parts | Positions) -> Kernel:
     """The kernel of rows that are `parts` of samples; ValueError if the named one has no steps in halves."""
     if chosen.name == "triton":
         if kernel != "auto":
