@@ -593,7 +593,7 @@ struct Kernels : OnDevice {
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
   m.impl("multisecant_step", TORCH_BOX(&Flat<&multisecant_step<Kernels>>::Op::call));
-  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
+  m.impl("multisecant_transposed", TORCH_BOX(&Flat<&multisecant_transposed<Kernels>>::Op::call));
 }
 
 }  // namespace deqfast
