@@ -112,6 +112,14 @@ def steps(kernel: str) -> Iterator[tuple[str, Check]]:
                     yield named("multisecant_step", case, dtype)
 
 
+def compare(op: str, source: str, given: list[Any], op_of: Callable[[str, str], Callable[..., Any]]) -> None:
+    """Assert the accuracy of an op's results."""
+    exact = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in given]
+    results = [op_of(op, source)(*given), TORCH.op(op)(*given), TORCH.op(op)(*exact)]
+    for values in zip(*(one if isinstance(one, tuple) else (one,) for one in results), strict=True):
+        assert_accurate(*values)
+
+
 def transposed(kernel: str) -> Iterator[tuple[str, Check]]:
     def check(case: Case, op_of: Callable[[str, str], Callable[..., Any]]) -> None:
         state = make_state(case)
@@ -121,11 +129,7 @@ def transposed(kernel: str) -> Iterator[tuple[str, Check]]:
         for name in (1, 2, 3):  # arguments that no step has written
             tensors[name] = tensors[name].nan_to_num(nan=0.0)
         scalars = (METHODS[str(case.method)], 0.7, 0.8, case.ridge)
-        exact = [t.double() if t.is_floating_point() else t for t in tensors]
-        reference = TORCH.op("multisecant_transposed")
-        actual = op_of("multisecant_transposed", "multisecant_step")(*tensors, *scalars)
-        for values in zip(actual, reference(*tensors, *scalars), reference(*exact, *scalars), strict=True):
-            assert_accurate(*values)
+        compare("multisecant_transposed", "multisecant_step", [*tensors, *scalars], op_of)
 
     for method in ("good", "and1"):
         for dtype, given in STATES.items():
@@ -159,9 +163,7 @@ def cells(kernel: str) -> Iterator[tuple[str, Check]]:
     def check_vjp(dtype: torch.dtype, code: int, op_of: Callable[[str, str], Callable[..., Any]]) -> None:
         generator = torch.Generator().manual_seed(code)
         pre, grad = (torch.randn(3, 77, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
-        actual = op_of("fc_vjp", "fc_vjp")(pre, grad, code)
-        reference = TORCH.op("fc_vjp")
-        assert_accurate(actual, reference(pre, grad, code), reference(pre.double(), grad.double(), code))
+        compare("fc_vjp", "fc_vjp", [pre, grad, code], op_of)
 
     for dtype, given in dtypes.items():
         for activation in ACTIVATIONS:

@@ -6,8 +6,8 @@
 
 A table lies between `<!-- numbers: its name -->` and `<!-- end of numbers -->`. Sentences are written by people. A
 number in one of them is followed by an invisible comment with its key, as in
-`18.6 to 22.4×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq -->`, and --check compares the two. Nothing is
-measured here.
+`18.6 to 22.4×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq -->`, and --check compares the two. The rows that the
+documentation shows, and their names there, are in benchmarks/shown.json. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import signal
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -31,38 +31,20 @@ from typing import Any
 
 from harness.record import Row
 from harness.rivals import OWN, THEIRS
-from harness.shown import ADJOINTS, CELLS, COUNTED, DIGITS, LAYERS, LEARNED, OF_OPTIONS, ON_A_GPU, OPTIONS
-from harness.tables import (
-    FORMS,
-    Form,
-    Table,
-    digits,
-    duration,
-    scientific,
-    slug,
-    span,
-    summary,
-    table,
-    times,
-    written,
-)
-from harness.targets import GPU_TARGETS, H100_TARGETS, ITERATED, TARGETS, Target
+from harness.tables import FORMS, Form, Table, digits, duration, scientific, slug, span, summary, table, times, written
+from harness.targets import TARGETS, Target
 from harness.textbook import TEXTBOOK
 from recording import write_bytes
 
 Runs = dict[str, list[Row]]  # provider -> its row of every run
+Text = Callable[[Runs], str]  # of a column of a table
 ROOT = Path(__file__).resolve().parent.parent
+SHOWN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("shown.json").read_text())
 OURS, PEER, LAYER = "cpp", "torchdeq", "get_deq"
 MODEL_TIMES = {"forward": "forward_ms", "training": "ms"}  # heading -> column of a published model's row
 MARGIN = 0.05  # a smaller share of a time does not count
-NAMES = ("Picard", "Anderson, m = 6", "Anderson, m = 6, bf16 history", "Broyden, n = 20")
-SOLVERS = dict(zip(ITERATED, NAMES, strict=True))  # in the block of README
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # suffix of the names of the suite's problems: the scale of their injection
-SHOWN = ("fully connected tanh, digits", "residual block, cifar10")  # in the figure
-GRADIENTS = {
-    "gradient-fc-broyden-128x256": "fully connected tanh, 128 samples of 256",
-    "gradient-residual-broyden-8x32x8x8": "residual block, 8 samples of 32 × 8 × 8",
-}
+DRAWN = ("fully connected tanh, digits", "residual block, cifar10")  # problems in the figure
 VARIANTS = ("gmres", "checkpoint")  # drawn hollow, in the colour of the adjoint that they vary
 DIGEST = "deqfast data"  # entry of a figure's PNG
 FACT = re.compile(r"<!-- ([\w-]+\.[\w.-]+) -->")
@@ -95,10 +77,10 @@ class Record:
     def where(self) -> str:
         """Machine and versions, such as "AMD EPYC, 2 cores, 1 thread, torch 2.15.0"."""
         machine = self.machine
-        told = [machine["gpu"], machine["processor"], f"{machine['cores']} cores"]
-        told.append(f"{self.threads} thread{'s' * (self.threads > 1)}")
-        told += [f"{name} {machine[name]}" for name in ("deqfast", "torch", "triton") if machine[name]]
-        return ", ".join(filter(None, [*told, f"Python {machine['python']}"]))
+        parts = [machine["gpu"], machine["processor"], f"{machine['cores']} cores"]
+        parts.append(f"{self.threads} thread{'s' * (self.threads > 1)}")
+        parts += [f"{name} {machine[name]}" for name in ("deqfast", "torch", "triton") if machine[name]]
+        return ", ".join(filter(None, [*parts, f"Python {machine['python']}"]))
 
     @property
     def when(self) -> str:
@@ -118,15 +100,15 @@ class Results:
         return cls([Record.read(path) for path in sorted(folder.glob(pattern))])
 
     def on_gpu(self, gpu: bool) -> list[Record]:
-        return [record for record in self.records if bool(record.machine["gpu"]) == gpu]
+        """Records of GPUs, by date, or of CPUs."""
+        chosen = [record for record in self.records if bool(record.machine["gpu"]) == gpu]
+        return sorted(chosen, key=lambda record: record.date) if gpu else chosen
 
     def of(self, section: str) -> list[Record]:
         """Records of CPUs with their rows of a section, the most threads first; raises an error without any."""
         own = [replace(one, rows=[row for row in one.rows if row["section"] == section]) for one in self.on_gpu(False)]
-        found = sorted((one for one in own if one.rows), key=lambda one: -one.threads)
-        return found or sys.exit(
-            f"no record under benchmarks/results has rows of section {section!r}: measure it first"
-        )
+        some = sorted((one for one in own if one.rows), key=lambda one: -one.threads)
+        return some or sys.exit(f"no record under benchmarks/results has rows of section {section!r}: measure it first")
 
     def cases(self, section: str) -> dict[str, Runs]:
         """Rows of each case, from the records with its most threads."""
@@ -140,10 +122,11 @@ class Results:
 
     def origin(self, section: str) -> str:
         """Origin of a table's numbers, from the records with the most threads."""
-        found = self.of(section)
-        most = [one for one in found if one.threads == found[0].threads]
-        where = "; ".join(dict.fromkeys(one.where for one in most))
-        when = "; ".join(dict.fromkeys(one.when for one in most))
+        records = self.of(section)
+        most = [one for one in records if one.threads == records[0].threads]
+        where, when = (
+            "; ".join(dict.fromkeys(words)) for words in zip(*((one.where, one.when) for one in most), strict=True)
+        )
         return f"{where}, kernel `{OURS}`; torchdeq 0.1.0; commit {when}."
 
 
@@ -151,83 +134,54 @@ def values(runs: Runs, provider: str, column: str) -> list[float]:
     return [row[column] for row in runs.get(provider, []) if row.get(column) is not None]
 
 
-def centred(found: Sequence[float], form: Form = times) -> str:
+def centred(some: Sequence[float], form: Form = times) -> str:
     """Median, with the least and the largest in brackets if their texts differ: "20.0× (18.6 to 22.4×)"."""
-    ends = span(found, form)
-    return f"{form(median(found))} ({ends})" if " to " in ends else ends
+    ends = span(some, form)
+    return f"{form(median(some))} ({ends})" if " to " in ends else ends
 
 
-def middle(runs: Runs, provider: str, column: str) -> str:
-    """Median of the runs; "" without any."""
-    found = values(runs, provider, column)
-    return written(column, median(found)) if found else ""
+# Texts of columns. The number of several runs is their median.
 
 
-def judged(results: Results, target: Target) -> dict[str, str]:
-    """Target, measured value, and whether all runs meet it; on a CPU those with the most threads."""
-    records = results.on_gpu(target.on_gpu)
-    told = [(one.threads, value) for one in records if (value := target.value(one.rows)) is not None]
-    found = [value for threads, value in told if target.on_gpu or threads == max(told)[0]]
-    missed = sum(not target.met(value) for value in found)
-    state = f"missed in {missed} of {len(found)} runs" if missed else "met"
-    if not found:
-        state = "not measured: no GPU" if target.on_gpu and not records else "not measured"
-        state = "missed until measured" if target.awaited else state
-    form: Form = times if target.against else FORMS.get(target.column, digits)
-    return {"target": target.what, "measured": span(found, form), "state": state}
+def of(column: str, *providers: str, partial: bool = False, form: Form | None = None) -> Text:
+    """Numbers of the providers, joined by " / "; "" if any is absent, except for `partial`."""
+
+    def text(runs: Runs) -> str:
+        found = [values(runs, provider, column) for provider in providers]
+        parts = [(form(median(some)) if form else written(column, median(some))) if some else "" for some in found]
+        return " / ".join(filter(None, parts)) if partial or all(parts) else ""
+
+    return text
 
 
-def targets(results: Results) -> Table:
-    return Table("Targets", [judged(results, target) for target in (*TARGETS, *GPU_TARGETS, *H100_TARGETS)])
+def gain(peer: str, provider: str = OURS, form: Callable[[Sequence[float]], str] = centred) -> Text:
+    return lambda runs: form([row["gains"][peer] for row in runs.get(provider, []) if peer in row.get("gains", {})])
 
 
-SUITE = {  # title -> section of the records, column of a row's time
-    "Solves": ("solves", "solver_ms"),
-    "Layers": ("training", "ms_min"),
-    "FC": ("fc", "ms_min"),
-    "NC": ("nc", "ms_min"),
-}
-PROVIDERS = {
-    OURS: "deqfast",
-    PEER: PEER,
-    "torch": "`torch` kernel",
-    "explicit": "the cell once",
-    "pinv": "pseudo-inverse",
-}
+def share(runs: Runs) -> str:
+    """Memory relative to torchdeq."""
+    own, theirs = (values(runs, provider, "peak_bytes") for provider in (OURS, PEER))
+    return times(median(own) / median(theirs)) if own and theirs else ""
 
 
-def suite(results: Results) -> list[Table]:
-    return [
-        Table(title, [case_line(name, runs, time) for name, runs in results.cases(section).items()])
-        for title, (section, time) in SUITE.items()
-    ]
-
-
-def rivals(results: Results) -> Table:
-    """Times of whole solves by every library, and their residuals."""
-    lines = []
-    for name, runs in results.cases("rivals").items():
-        residuals = [middle(runs, provider, "residual") for provider in ("eager", *THEIRS)]
-        times = {provider: middle(runs, provider, "ms_min") for provider in (*OWN, *THEIRS)}
-        lines.append({"case": name, **times, "residuals": " / ".join(filter(None, residuals))})
-    return Table("Rivals", lines)
-
-
-def textbook(results: Results) -> Table:
-    """Solves to a tolerance by deqfast and by the textbook's Anderson."""
-    lines = []
-    for name, runs in results.cases(TEXTBOOK).items():
-
-        def both(column: str, runs: Runs = runs) -> str:
-            return " / ".join(middle(runs, provider, column) for provider in (OURS, TEXTBOOK))
-
-        times = {
-            title: middle(runs, provider, "ms_min") for provider, title in ((OURS, "deqfast"), (TEXTBOOK, TEXTBOOK))
-        }
-        gain = span([row["gains"][TEXTBOOK] for row in runs[OURS]])
-        counts = {"evaluations": both("evaluations"), "residuals": both("residual")}
-        lines.append({"case": name, **times, "gain": gain, **counts})
-    return Table("Textbook", lines)
+def suite_columns(time: str) -> dict[str, Text]:
+    """Columns of a section of the suite; `time`: the column of its rows that is shown."""
+    return {
+        "deqfast": of(time, OURS),
+        PEER: of(time, PEER),
+        "`torch` kernel": of(time, "torch"),
+        "the cell once": of(time, "explicit"),
+        "pseudo-inverse": of(time, "pinv"),
+        "gain over torchdeq": gain(PEER),
+        "gain over the pseudo-inverse": gain("pinv"),
+        "of its byte floor": of("floor_x", OURS),
+        "memory": lambda runs: of("peak_bytes", OURS)(runs) if values(runs, PEER, "peak_bytes") else "",
+        "torchdeq, memory": of("peak_bytes", PEER),
+        "memory relative to torchdeq": share,
+        "evaluations, deqfast / torchdeq": of("evaluations", OURS, PEER),
+        "residual, deqfast / torchdeq": of("residual", OURS, PEER),
+        "relative error": of("error", OURS),
+    }
 
 
 def ratios(runs: Runs, column: str) -> list[float]:
@@ -235,21 +189,92 @@ def ratios(runs: Runs, column: str) -> list[float]:
     return [own[column] / peer[column] for own, peer in zip(runs[LAYER], runs[PEER], strict=True)]
 
 
-def models(results: Results) -> Table:
-    """A line for each published model: differences of the values, counts, and times relative to torchdeq."""
-    lines = []
-    for name, runs in results.cases("models").items():
-        (about, *_), difference = runs[LAYER], {}
-        for value in ("loss", "gradient"):
-            worst = max(values(runs, LAYER, f"{value}_error"))
-            difference[value] = scientific(worst) if worst else "0"
-        both = {
-            column: " / ".join(form(median(values(runs, provider, column))) for provider in (PEER, LAYER))
-            for column, form in (("evaluations", "{:g}".format), ("residual", scientific))
-        }
-        times = {title: centred(ratios(runs, column), digits) for title, column in MODEL_TIMES.items()}
-        lines.append({"model": name, "solver and gradient": about["solver"], **difference, **both, **times})
-    return Table("Models", lines)
+def worst(column: str) -> Text:
+    """Largest difference of a published model's values from torchdeq's."""
+    return lambda runs: scientific(largest) if (largest := max(values(runs, LAYER, column))) else "0"
+
+
+# Title -> section of the records, heading of its cases' names, and columns.
+TABLES: dict[str, tuple[str, str, dict[str, Text]]] = {
+    "Solves": ("solves", "case", suite_columns("solver_ms")),
+    "Layers": ("training", "case", suite_columns("ms_min")),
+    "FC": ("fc", "case", suite_columns("ms_min")),
+    "NC": ("nc", "case", suite_columns("ms_min")),
+    "Rivals": (
+        "rivals",
+        "case",
+        {provider: of("ms_min", provider) for provider in (*OWN, *THEIRS)}
+        | {"residuals": of("residual", "eager", *THEIRS, partial=True)},
+    ),
+    "Textbook": (
+        TEXTBOOK,
+        "case",
+        {
+            "deqfast": of("ms_min", OURS),
+            TEXTBOOK: of("ms_min", TEXTBOOK),
+            "gain": gain(TEXTBOOK, form=span),
+            "evaluations": of("evaluations", OURS, TEXTBOOK),
+            "residuals": of("residual", OURS, TEXTBOOK),
+        },
+    ),
+    "Step": (
+        "training step",
+        "networks",
+        {
+            "threads": of("threads", "deq"),
+            "explicit step": of("ms", "explicit"),
+            "DEQ step": of("ms", "deq"),
+            "evaluations": of("evaluations", "deq"),
+            "DEQ over explicit": of("times_explicit", "deq"),
+            "operations": of("flop_ratio", "deq"),
+            "time over operations": of("over_flop", "deq"),
+            "NC1-NC4 of an epoch": of("nc_share", "explicit"),
+            "paper, explicit": of("paper_hours", "explicit"),
+            "paper, DEQ": of("paper_hours", "deq"),
+        },
+    ),
+    "Models": (
+        "models",
+        "model",
+        {
+            "solver and gradient": lambda runs: runs[LAYER][0]["solver"],
+            "loss": worst("loss_error"),
+            "gradient": worst("gradient_error"),
+            "evaluations": of("evaluations", PEER, LAYER, form="{:g}".format),
+            "residual": of("residual", PEER, LAYER),
+            "forward": lambda runs: centred(ratios(runs, "forward_ms"), digits),
+            "training": lambda runs: centred(ratios(runs, "ms"), digits),
+        },
+    ),
+}
+
+
+def made(results: Results, title: str) -> Table:
+    """One of ``TABLES``."""
+    section, first, columns = TABLES[title]
+    lines = [
+        {first: name} | {heading: text(runs) for heading, text in columns.items()}
+        for name, runs in results.cases(section).items()
+    ]
+    return Table(title, lines)
+
+
+def judged(results: Results, target: Target) -> dict[str, str]:
+    """Target, measured value, and whether all runs meet it; on a CPU those with the most threads."""
+    records = results.on_gpu(target.on_gpu)
+    of_runs = [(one.threads, value) for one in records if (value := target.value(one.rows)) is not None]
+    some = [value for threads, value in of_runs if target.on_gpu or threads == max(of_runs)[0]]
+    missed = sum(not target.met(value) for value in some)
+    state = f"missed in {missed} of {len(some)} runs" if missed else "met"
+    if not some:
+        state = "not measured: no GPU" if target.on_gpu and not records else "not measured"
+        state = "missed until measured" if target.awaited else state
+    form: Form = times if target.against else FORMS.get(target.column, digits)
+    return {"target": target.what, "measured": span(some, form), "state": state}
+
+
+def targets(results: Results) -> Table:
+    return Table("Targets", [judged(results, target) for target in TARGETS])
 
 
 def of_models(results: Results) -> dict[str, str]:
@@ -258,46 +283,49 @@ def of_models(results: Results) -> dict[str, str]:
     A model gains if its training step is shorter by ``MARGIN`` in every run, and loses if it is longer by that.
     """
     every = [*results.cases("models").values()]
-    found = {}
+    facts = {}
     for kind, cases in {"all": every, "whole": [runs for runs in every if runs[LAYER][0]["whole"]]}.items():
         for title, column in MODEL_TIMES.items():
-            found[f"models.{kind}.{title}"] = digits(median(median(ratios(runs, column)) for runs in cases))
+            facts[f"models.{kind}.{title}"] = digits(median(median(ratios(runs, column)) for runs in cases))
         training = [ratios(runs, "ms") for runs in cases]
         gaining = [median(ratio) for ratio in training if max(ratio) <= 1 - MARGIN]
         losing = sum(min(ratio) >= 1 + MARGIN for ratio in training)
-        found[f"models.{kind}.gain"] = f"{len(gaining)} of {len(cases)}"
-        found[f"models.{kind}.lose"] = f"{losing} of {len(cases)}"
-        found[f"models.{kind}.gaining"] = span(gaining, digits)
-    return found
+        facts[f"models.{kind}.gain"] = f"{len(gaining)} of {len(cases)}"
+        facts[f"models.{kind}.lose"] = f"{losing} of {len(cases)}"
+        facts[f"models.{kind}.gaining"] = span(gaining, digits)
+    return facts
 
 
 def clones(results: Results) -> str:
     """Commits of the models' repositories."""
     sources = dict.fromkeys(row["source"] for runs in results.cases("models").values() for row in runs[LAYER])
-    told = [f"{name} {commit[:7]}" for name, _, commit in (source.partition("@") for source in sources)]
-    return f"Repositories: {', '.join(told)}."
+    parts = [f"{name} {commit[:7]}" for name, _, commit in (source.partition("@") for source in sources)]
+    return f"Repositories: {', '.join(parts)}."
 
 
-def layers(results: Results) -> Table:
+def layers(results: Results) -> list[str]:
     """The training step of whole layers on a CPU, and the gain over torchdeq on each kind of GPU.
 
     Evaluations and residuals are deqfast's and torchdeq's. On a GPU the evaluations are in brackets.
     """
-    lines = []
+    columns, lines = suite_columns("ms_min"), []
     for name, runs in results.cases("training").items():
-        line = case_line(name, runs, "ms_min")
-        short = {"training step": name} | {column: line[column] for column in ("deqfast", PEER, "gain over torchdeq")}
-        short |= {what: line[f"{what}, deqfast / torchdeq"] for what in ("evaluations", "residual")}
-        for record in sorted(results.on_gpu(True), key=lambda one: one.date):
-            own, theirs = (
-                [row for row in record.rows if (row["case"], row["provider"]) == (name, provider)]
-                for provider in ("cuda", PEER)
-            )
-            if own and theirs:
-                both = f"{own[0]['evaluations']} / {theirs[0]['evaluations']}"
-                short[f"gain, {record.machine['gpu']}"] = f"{span([own[0]['gains'][PEER]])} ({both})"
+        short = {"training step": name} | {
+            title: columns[title](runs) for title in ("deqfast", PEER, "gain over torchdeq")
+        }
+        short |= {what: columns[f"{what}, deqfast / torchdeq"](runs) for what in ("evaluations", "residual")}
+        for record in results.on_gpu(True):
+            rows = {row["provider"]: row for row in reversed(record.rows) if row["case"] == name}
+            if "cuda" in rows and PEER in rows:
+                both = f"{rows['cuda']['evaluations']} / {rows[PEER]['evaluations']}"
+                short[f"gain, {record.machine['gpu']}"] = f"{span([rows['cuda']['gains'][PEER]])} ({both})"
         lines.append(short)
-    return Table("", lines)
+    trained = [one for one in results.on_gpu(True) if any(row["section"] == "training" for row in one.rows)]
+    trained.sort(key=results.records.index)
+    on_gpus = [
+        f"{one.machine['gpu']}: kernel `cuda`, torch {one.machine['torch']}; commit {one.when}." for one in trained
+    ]
+    return [*Table("", lines).lines(names=SHOWN["layers"]), "", results.origin("training"), *on_gpus]
 
 
 def layers_in_float32(results: Results) -> dict[str, str]:
@@ -310,38 +338,7 @@ def layers_in_float32(results: Results) -> dict[str, str]:
     for record in results.on_gpu(True):
         rows = [row for row in record.rows if row["provider"] == "cuda" and row["case"] in cases]
         gains |= {slug(record.machine["gpu"]): [row["gains"][PEER] for row in rows]} if rows else {}
-    return {f"layers.float32.{place}": span(found) for place, found in gains.items()}
-
-
-def trained_on(results: Results) -> list[str]:
-    """Where the gains of the layers on GPUs come from: a line for each of their records."""
-    records = [one for one in results.on_gpu(True) if any(row["section"] == "training" for row in one.rows)]
-    return [f"{one.machine['gpu']}: kernel `cuda`, torch {one.machine['torch']}; commit {one.when}." for one in records]
-
-
-def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
-    """Line of a case; `time`: the column of its rows that is shown, as the median of several runs."""
-
-    def gain(peer: str) -> str:
-        return centred([row["gains"][peer] for row in runs.get(OURS, []) if peer in row.get("gains", {})])
-
-    own, theirs = (values(runs, provider, "peak_bytes") for provider in (OURS, PEER))
-    evaluations, residuals = (
-        [middle(runs, provider, column) for provider in (OURS, PEER)] for column in ("evaluations", "residual")
-    )
-    return {
-        "case": name,
-        **{text: middle(runs, provider, time) for provider, text in PROVIDERS.items()},
-        "gain over torchdeq": gain(PEER),
-        "gain over the pseudo-inverse": gain("pinv"),
-        "of its byte floor": middle(runs, OURS, "floor_x"),
-        "memory": middle(runs, OURS, "peak_bytes") if theirs else "",
-        "torchdeq, memory": middle(runs, PEER, "peak_bytes"),
-        "memory relative to torchdeq": times(median(own) / median(theirs)) if own and theirs else "",
-        "evaluations, deqfast / torchdeq": " / ".join(evaluations) if all(evaluations) else "",
-        "residual, deqfast / torchdeq": " / ".join(residuals) if all(residuals) else "",
-        "relative error": middle(runs, OURS, "error"),
-    }
+    return {f"layers.float32.{place}": span(some) for place, some in gains.items()}
 
 
 def raced(results: Results) -> list[Row]:
@@ -353,7 +350,7 @@ def raced(results: Results) -> list[Row]:
             kinds.setdefault((row["case"], row["provider"], row["tol"]), []).append(row)
     return [
         runs[0]
-        | {name: median(found) for name in ("ms", "gain") if (found := [run[name] for run in runs if name in run])}
+        | {name: median(some) for name in ("ms", "gain") if (some := [run[name] for run in runs if name in run])}
         | {"reached": all(run["reached"] for run in runs)}
         for runs in kinds.values()
     ]
@@ -361,19 +358,19 @@ def raced(results: Results) -> list[Row]:
 
 def races(results: Results) -> tuple[Table, Table]:
     """A line for each solver: its results on the suite of problems, and its time on each trained cell."""
-    rows = raced(results)
-    problems = {row["case"] for row in rows if SYNTHETIC.search(row["case"])}
     suite, cells = [], []
-    for solver in dict.fromkeys(row["provider"] for row in rows):
-        own = [row for row in rows if row["provider"] == solver]
+    solvers: dict[str, list[Row]] = {}
+    for row in raced(results):
+        solvers.setdefault(row["provider"], []).append(row)
+    for solver, rows in solvers.items():
+        solved = [row for row in rows if SYNTHETIC.search(row["case"])]
         trained = {
             f"{row['case']}, {row['tol']:g}": duration(row["ms"]) if row["reached"] else "missed"
-            for row in own
-            if row["case"] not in problems
+            for row in rows
+            if row not in solved
         }
         cells += [{"solver": solver} | trained] if trained else []
-        if solved := [row for row in own if row["case"] in problems]:
-            suite.append({"solver": solver} | race(solved))
+        suite += [{"solver": solver} | race(solved)] if solved else []
     return Table("Residual", suite), Table("Cells", cells)
 
 
@@ -394,37 +391,13 @@ def race(rows: Sequence[Row]) -> dict[str, str]:
     return line
 
 
-STEP = {  # heading -> provider and column
-    "threads": ("deq", "threads"),
-    "explicit step": ("explicit", "ms"),
-    "DEQ step": ("deq", "ms"),
-    "evaluations": ("deq", "evaluations"),
-    "DEQ over explicit": ("deq", "times_explicit"),
-    "operations": ("deq", "flop_ratio"),
-    "time over operations": ("deq", "over_flop"),
-    "NC1-NC4 of an epoch": ("explicit", "nc_share"),
-    "paper, explicit": ("explicit", "paper_hours"),
-    "paper, DEQ": ("deq", "paper_hours"),
-}
-
-
-def steps(results: Results) -> Table:
-    return Table(
-        "Step",
-        [
-            {"networks": name} | {heading: middle(runs, *column) for heading, column in STEP.items()}
-            for name, runs in results.cases("training step").items()
-        ],
-    )
-
-
 WITHOUT_TIMES = ("extension", "first look", "bits", "profile")  # sections of phases of gpu.sh
 
 
 def on_gpus(results: Results) -> list[Table]:
     """The timed rows of each kind of GPU; of several runs of a case, its newest."""
     kinds: dict[str, dict[tuple[str, str, str], Row]] = {}
-    for record in sorted(results.on_gpu(True), key=lambda one: one.date):
+    for record in results.on_gpu(True):
         timed = [row for row in record.rows if row["section"] not in WITHOUT_TIMES]
         rows = {(row["section"], row["case"], row["provider"]): row for row in timed}
         kinds.setdefault(record.machine["gpu"], {}).update(rows)
@@ -445,15 +418,16 @@ def sources(results: Results) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    found = [targets(results), *suite(results), rivals(results), textbook(results), *races(results), steps(results)]
-    return [*found, models(results), sources(results), *on_gpus(results)]
+    solves, layers, fc, nc, rivals, textbook, step, models = (made(results, title) for title in TABLES)
+    some = [targets(results), solves, layers, fc, nc, rivals, textbook, *races(results), step, models]
+    return [*some, sources(results), *on_gpus(results)]
 
 
 def options(results: Results) -> Table:
     """A line for each provider of each case of the options."""
     lines = [
         {"row": f"{name}.{provider}"}
-        | {column: middle(runs, provider, column) for column in OF_OPTIONS}
+        | {column: of(column, provider)(runs) for column in SHOWN["columns"]}
         | {"error": span(values(runs, provider, "error"), digits)}  # not a rounding error, but a share
         for name, runs in results.cases("options").items()
         for provider in runs
@@ -461,64 +435,70 @@ def options(results: Results) -> Table:
     return Table("Options", lines)
 
 
-def headed(found: Table) -> Table:
-    """Table of the options with headings for readers."""
-    return Table("", [{OF_OPTIONS.get(column, "case"): text for column, text in row.items()} for row in found.rows])
+def option_lines(results: Results, block: str, *columns: str) -> list[str]:
+    """Lines of the table of the options with headings for readers, of the rows of a block."""
+    rows = [
+        {SHOWN["columns"].get(column, "case"): text for column, text in row.items()} for row in options(results).rows
+    ]
+    return Table("", rows).lines(columns, SHOWN[block])
 
 
 def gradients(results: Results) -> Table:
     """Time of each adjoint's gradient, and its error, on each cell."""
     rows = {row["row"]: row for row in options(results).rows}
-    lines = []
-    for adjoint, title in ADJOINTS.items():
-        line = {"adjoint": title}
-        for case, cell in CELLS.items():
-            row = rows[f"{case}.{adjoint}"]
-            line[f"{cell}: error"] = row["error"]
-            line[f"{cell}: evaluations"] = row["evaluations"]
-            line[f"{cell}: products"] = row["backward_evaluations"]
-            line[f"{cell}: memory"] = row["peak_bytes"]
-        lines.append(line)
+    titles = {
+        "error": "error",
+        "evaluations": "evaluations",
+        "products": "backward_evaluations",
+        "memory": "peak_bytes",
+    }
+    lines = [
+        {"adjoint": shown}
+        | {
+            f"{cell}: {title}": rows[f"{case}.{adjoint}"][column]
+            for case, cell in SHOWN["cells"].items()
+            for title, column in titles.items()
+        }
+        for adjoint, shown in SHOWN["adjoints"].items()
+    ]
     return Table("", lines)
 
 
 def blocks(results: Results) -> dict[str, list[str]]:
     """Lines of each block of numbers by its name: every table, and the blocks of README and the documentation."""
-    found = {slug(one.title): one.lines() for one in tables(results)}
-    promised = targets(results)
-    told = replace(promised, rows=[row for row in promised.rows if row["measured"] or "until" in row["state"]])
-    solves, residual = suite(results)[0], races(results)[0]
+    named = {slug(one.title): one for one in tables(results)}
+    promised = [row for row in named["targets"].rows if row["measured"] or "until" in row["state"]]
+    solves, gpus = named["solves"], on_gpus(results)
     few = ["deqfast", "torchdeq", "gain over torchdeq", "memory relative to torchdeq"]
-    return found | {
-        "targets": told.lines(),
-        "solvers": [*solves.lines(names=SOLVERS), "", results.origin("solves")],
-        "solvers in short": [*solves.lines(few, SOLVERS), "", results.origin("solves")],
-        "layers in short": [*layers(results).lines(names=LAYERS), "", results.origin("training"), *trained_on(results)],
-        "residual and machine": [*residual.lines(), "", results.origin("residual")],
-        "models and machine": [*models(results).lines(), "", results.origin("models"), clones(results)],
+    counted = ("time", "evaluations", "samples computed", "samples missed", "relative error", "memory")
+    learned = ("evaluations per sample", "accuracy", "accuracy after three evaluations", "spectral radius")
+    on_a_gpu = ["time", "per iteration", "gain over", "of its byte floor"]
+    return {name: one.lines() for name, one in named.items()} | {
+        "targets": Table("", promised).lines(),
+        "solvers": [*solves.lines(names=SHOWN["solvers"]), "", results.origin("solves")],
+        "solvers in short": [*solves.lines(few, SHOWN["solvers"]), "", results.origin("solves")],
+        "layers in short": layers(results),
+        "residual and machine": [*named["residual"].lines(), "", results.origin("residual")],
+        "models and machine": [*named["models"].lines(), "", results.origin("models"), clones(results)],
         "gradients": gradients(results).lines(),
-        "options": [*headed(options(results)).lines(COUNTED, OPTIONS), "", results.origin("options")],
-        "digits": headed(options(results)).lines(LEARNED, DIGITS),
-        "gpu in short": [
-            line
-            for one in on_gpus(results)
-            for line in (*one.lines(["time", "per iteration", "gain over", "of its byte floor"], ON_A_GPU), "")
-        ],
-        "gpus": [line for one in on_gpus(results) for line in (f"### {one.title}", "", *one.lines(), "", one.words)]
+        "options": [*option_lines(results, "options", *counted), "", results.origin("options")],
+        "digits": option_lines(results, "digits", *learned),
+        "gpu in short": [line for one in gpus for line in (*one.lines(on_a_gpu, SHOWN["gpu in short"]), "")],
+        "gpus": [line for one in gpus for line in (f"### {one.title}", "", *one.lines(), "", one.words)]
         or ["Not yet run on a GPU: no GPU time is reported. `bash benchmarks/gpu.sh` measures those targets."],
     }
 
 
 def facts(results: Results) -> dict[str, str]:
     """Numbers that sentences may quote: every entry of every table, the options' gains, counts of targets."""
-    found = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
-    found |= {"layers.all.over-the-cell-once": costs(results), **layers_in_float32(results)}
-    found |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
-    found |= of_models(results)
+    known = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
+    known |= {"layers.all.over-the-cell-once": costs(results), **layers_in_float32(results)}
+    known |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
+    known |= of_models(results)
     counts = Counter(re.split(r" in | until |:", row["state"])[0] for row in targets(results).rows)
-    found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
-    found["targets.until-measured"] = str(sum("until" in row["state"] for row in targets(results).rows))
-    return found | {"targets.all": str(counts.total())}
+    known |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
+    known["targets.until-measured"] = str(sum("until" in row["state"] for row in targets(results).rows))
+    return known | {"targets.all": str(counts.total())}
 
 
 def costs(results: Results) -> str:
@@ -532,16 +512,16 @@ def calls(results: Results) -> dict[str, str]:
     shares: dict[str, list[float]] = {}
     for name, runs in results.cases("calls").items():
         shares.setdefault(name.partition("-")[0], []).extend(1 / row["gains"][PEER] for row in runs[LAYER])
-    return {method: span(found, digits) for method, found in shares.items()}
+    return {method: span(some, digits) for method, some in shares.items()}
 
 
 METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anderson", "broyden": "Broyden"}  # as shown
 
 
-def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
+def draw(courses: Sequence[Row], origin: str, digest: str) -> bytes:
     """PNG of the best residual so far of the worst sample against time, a panel for each problem.
 
-    made: origin of the numbers; digest: of all shown data, stored in the PNG.
+    origin: of the numbers; digest: of all shown data, stored in the PNG.
     """
     style = figure_style()
     cases = list(dict.fromkeys(row["case"] for row in courses))
@@ -557,25 +537,25 @@ def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
             residuals = [value or math.nan for value in row["course"]["residual"]]
             axis.plot(row["course"]["ms"], residuals, label=f"{name}, {library}", **look)
     axes[0].set_ylabel("relative residual, worst sample")
-    style.legend(figure, 3, title=textwrap.fill(made, 160), title_fontsize=7, handlelength=3)
+    style.legend(figure, 3, title=textwrap.fill(origin, 160), title_fontsize=7, handlelength=3)
     return style.png(figure, **{DIGEST: digest})
 
 
-def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
+def draw_gradients(rows: Sequence[Row], origin: str, digest: str) -> bytes:
     """PNG of the error of each adjoint's gradient against the time of a training step, a panel for each cell."""
     style = figure_style()
-    figure, (axes,) = style.panels(1, len(GRADIENTS), height=3.4, sharey=True)
-    for axis, (case, title) in zip(axes, GRADIENTS.items(), strict=True):
+    figure, (axes,) = style.panels(1, len(SHOWN["gradients"]), height=3.4, sharey=True)
+    for axis, (case, title) in zip(axes, SHOWN["gradients"].items(), strict=True):
         axis.set_title(title)
         axis.set(xlabel="training step (ms)", yscale="log", ylim=(1e-7, 3))
-        found = {row["provider"]: row for row in rows if row["case"] == case}
-        for adjoint, shown in ADJOINTS.items():
-            row, name = found[adjoint], shown.strip("`")
+        by_name = {row["provider"]: row for row in rows if row["case"] == case}
+        for adjoint, shown in SHOWN["adjoints"].items():
+            row, name = by_name[adjoint], shown.strip("`")
             filling = {"mfc": "none"} if adjoint in VARIANTS else {}
             axis.plot(row["ms_min"], row["error"], ls="", ms=7, label=name, **style.look(name), **filling)
         axis.set_xlim(0)
     axes[0].set_ylabel("relative error of the gradient")
-    style.legend(figure, 3, title=textwrap.fill(made, 160), title_fontsize=7)
+    style.legend(figure, 3, title=textwrap.fill(origin, 160), title_fontsize=7)
     return style.png(figure, **{DIGEST: digest})
 
 
@@ -622,15 +602,15 @@ def run(check: bool) -> list[str]:
             stale[path] = wanted.encode()
         wrong += [f"{path}, {fault}" for fault in wrong_numbers(wanted, known)]
     for name, section, cases, drawn in (
-        ("time_to_residual.png", "residual course", SHOWN, draw),
-        ("gradient_error.png", "options", tuple(GRADIENTS), draw_gradients),
+        ("time_to_residual.png", "residual course", DRAWN, draw),
+        ("gradient_error.png", "options", tuple(SHOWN["gradients"]), draw_gradients),
     ):
         figure, runs = ROOT / "benchmarks" / "results" / name, results.of(section)
-        made = f"First of {len(runs)} runs. {results.origin(section)}".replace("`", "")
+        origin = f"First of {len(runs)} runs. {results.origin(section)}".replace("`", "")
         rows = [row for row in runs[0].rows if row["case"] in cases]
-        digest = hashlib.sha256(json.dumps([rows, made]).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([rows, origin]).encode()).hexdigest()
         if not figure.is_file() or digest.encode() not in figure.read_bytes():
-            stale[figure] = b"" if check else drawn(rows, made, digest)
+            stale[figure] = b"" if check else drawn(rows, origin, digest)
     for path, content in stale.items():
         if check:
             wrong.append(f"{path} differs from the records: run python benchmarks/report.py")

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <exception>
+#include <vector>
 
 #include "common/fc_fits.h"
 #include "cuda/while_graph.h"
@@ -30,14 +31,26 @@ void destroy_graph(PyObject* capsule) {
 }
 
 PyObject* while_graph(PyObject*, PyObject* arguments) {
-  unsigned long long begin, body, end, active, passes;
-  int most;
-  if (!PyArg_ParseTuple(arguments, "KKKKKi:while_graph", &begin, &body, &end, &active, &passes, &most)) return nullptr;
-  const auto graph = [](unsigned long long address) { return reinterpret_cast<cudaGraph_t>(address); };
+  PyObject *given_graphs, *given_loops;
+  if (!PyArg_ParseTuple(arguments, "O!O!:while_graph", &PyTuple_Type, &given_graphs, &PyTuple_Type, &given_loops))
+    return nullptr;
+  std::vector<cudaGraph_t> graphs;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(given_graphs); ++i)
+    graphs.push_back(static_cast<cudaGraph_t>(PyLong_AsVoidPtr(PyTuple_GetItem(given_graphs, i))));
+  std::vector<deqfast::Loop> loops;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(given_loops); ++i) {
+    unsigned long long active, passes;
+    int most;
+    if (!PyArg_ParseTuple(PyTuple_GetItem(given_loops, i), "KKi:while_graph", &active, &passes, &most)) return nullptr;
+    loops.push_back({reinterpret_cast<int32_t*>(active), reinterpret_cast<int32_t*>(passes), most});
+  }
+  if (PyErr_Occurred()) return nullptr;
+  if (graphs.size() / 2 != loops.size()) {
+    PyErr_SetString(PyExc_ValueError, "every second graph is the body of a loop");
+    return nullptr;
+  }
   try {
-    auto* made = new deqfast::WhileGraph(graph(begin), graph(body), graph(end), reinterpret_cast<int32_t*>(active),
-                                         reinterpret_cast<int32_t*>(passes), most);
-    return PyCapsule_New(made, kWhileGraph, destroy_graph);
+    return PyCapsule_New(new deqfast::WhileGraph(graphs, loops), kWhileGraph, destroy_graph);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -68,7 +81,7 @@ PyMethodDef methods[] = {
     {"fc_fits", fc_fits, METH_VARARGS,
      "fc_fits(device, dim, short_weight, wide_state): whether W fits the GPU's shared memory in fc_fixed_point."},
     {"while_graph", while_graph, METH_VARARGS,
-     "while_graph(begin, body, end, active, passes, most): a graph with a loop; graphs and memory by their addresses."},
+     "while_graph((part, body, part, ...), ((active, passes, most), ...)): a graph with loops, all by addresses."},
     {"launch_graph", launch_graph, METH_VARARGS, "launch_graph(graph, stream): launch it on a stream by its address."},
     {"build_info", build_info, METH_NOARGS, "How these kernels were built."},
     {}};

@@ -9,6 +9,7 @@ from .api.carry import Carry
 from .api.fc_fixed_point import fc_fixed_point
 from .api.find_fixed_points import FixedPoints, find_fixed_points
 from .api.fixed_point import fixed_point, root
+from .api.graphed_step import make_graphed_step
 from .api.solve import solve
 from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout, SubhomogeneousCell
 from .diagnosis import Diagnosis, diagnose
@@ -62,6 +63,7 @@ __all__ = [
     "fc_fixed_point",
     "find_fixed_points",
     "fixed_point",
+    "make_graphed_step",
     "neural_collapse",
     "package_options",
     "regularize",

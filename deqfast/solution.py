@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
@@ -123,10 +124,12 @@ class Solution:
         residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
             of the divided state.
         evaluations: calls of f in the solve, without the gradient's. Reading it waits for a captured solve to end.
-        sample_evaluations: samples in all these calls together: evaluations * B, fewer with `drop_converged`.
+        sample_evaluations: samples in all these calls together: evaluations * B, fewer with `drop_converged`. In a
+            causal solve these are positions.
         trace: (evaluations, B) residual of the best iterate after every evaluation; None if it was not recorded.
         trace_rel: the trace of ``residual_rel``, or None.
         trace_abs: the trace of ``residual_abs``, or None.
+        position_iterations: (B, T) int32 of a causal solve, the `iterations` of each position; else None.
 
     Examples:
         >>> slope = torch.tensor([[0.5], [1.0]])
@@ -150,6 +153,7 @@ class Solution:
     trace: Tensor | None = None
     trace_rel: Tensor | None = None
     trace_abs: Tensor | None = None
+    position_iterations: Tensor | None = None
     arriving: Arriving | None = field(default=None, repr=False, compare=False)  # the counts of these statuses
 
     def changed(self, **changes: Any) -> Solution:
@@ -177,20 +181,35 @@ class Solution:
         return f"Solution({counts or 'empty batch'}, evaluations={self.evaluations})"
 
 
+class Late:
+    """Value of a field that is work(*tensors) when it is first read, which may wait."""
+
+    def __init__(self, work: Callable[..., Any], *tensors: Tensor) -> None:
+        self.work, self.tensors = work, tensors
+
+    def __call__(self) -> Any:
+        return self.work(*self.tensors)
+
+    def then(self, work: Callable[..., Any], *tensors: Tensor) -> Late:
+        """The late work(*tensors, this value)."""
+        first = len(tensors)
+        return Late(lambda *given: work(*given[:first], self.work(*given[first:])), *tensors, *self.tensors)
+
+
 def _late() -> Any:
-    """Default of a field that is given as a function."""
-    return _Late()
+    """Default of a field that may be late."""
+    return _LateField()
 
 
-class _Late:
-    """Field that is given as a function. This is called when the field is first read, and may wait."""
+class _LateField:
+    """Field that may be given as a ``Late``."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, solution: Solution, owner: type) -> Any:
         value = solution.__dict__[self.name]
-        if callable(value):
+        if isinstance(value, Late):
             value = solution.__dict__[self.name] = value()
         return value
 
@@ -199,7 +218,7 @@ class _Late:
 
 
 class LateSolution(Solution):
-    """Solution whose numbers are still computed by a device: functions, which are called when they are read."""
+    """Solution whose numbers a device still computes: each is a ``Late`` until it is read."""
 
     evaluations: int = _late()
     sample_evaluations: int = _late()

@@ -7,7 +7,7 @@ from importlib import import_module
 from models import frame
 from runs.arguments import Parser, one_of
 
-MODELS = ("graphs", "restoration", "scf", "sudoku", "text")
+MODELS = ("graphs", "restoration", "rnn", "scf", "sudoku", "text")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,9 @@
 RUNNING, CONVERGED, NONFINITE, STALLED = range(4)
 MAX_ITER, ESCAPED = 6, 7
 
+# Bits of the verdict on a row: z is the best iterate; go back to the best one; take the step.
+IMPROVED, BROKEN, ADVANCES = 1, 2, 4
+
 # In low precision a sample stalls after STALL_ITERATIONS without a relative residual below STALL_GAIN times the best.
 STALL_ITERATIONS = 5
 STALL_GAIN = 0.95

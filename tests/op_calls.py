@@ -11,6 +11,7 @@ import torch
 from correctness.fc_states import FCCase
 from correctness.norm_states import NormCase
 from correctness.states import METHODS, Case, StepsCase, make_state, same_bits
+from deqfast.kernels.constants import ADVANCES, IMPROVED
 from hypothesis import HealthCheck, settings
 from interpreter import INTERPRETED
 from torch import Tensor
@@ -31,6 +32,7 @@ SOURCES = {  # stems of the CUDA sources that are not named as their op
     "norm_act_residual_backward": "norm_act_residual",
     "class_means": "neural_collapse",
     "within_class_scatter": "neural_collapse",
+    **{f"{step}_{half}": f"{step}_step" for step in ("picard", "multisecant") for half in ("sums", "apply")},
     "multisecant_transposed": "multisecant_step",
 }
 STEPS: dict[str, Case] = {
@@ -43,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"fp32": {}, "fp64": {"dtype": torch.float6
 # Ops in which some tensors may have a shorter dtype than the state.
 SHORT: dict[str, Any] = {
     "multisecant_step": SHORT_HISTORY,
-    "multisecant_transposed": SHORT_HISTORY,
+    **dict.fromkeys(("multisecant_transposed", "multisecant_sums", "multisecant_apply"), SHORT_HISTORY),
     **dict.fromkeys(("fc_fixed_point", "fc_steps"), {"weight_dtype": torch.bfloat16}),
     **dict.fromkeys(("norm_act_residual", "norm_act_residual_backward"), "bf16 with fp32"),
     **dict.fromkeys(("norm_act", "norm_act_backward"), "bf16"),
@@ -66,6 +68,14 @@ def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
     values: list[Any]
     if op in STEPS:
         values = step_values(replace(STEPS[op], **options), device)
+    elif op.endswith(("_sums", "_apply")):
+        step = f"{op.split('_')[0]}_step"
+        names, given = arguments_of(step), step_values(replace(STEPS[step], **options), device)
+        known = {argument.name: value for argument, value in zip(names, given, strict=True)}
+        width = {"picard_step": 2, "broyden_step": 6, "multisecant_step": 10}[step]  # of two pairs or steps
+        known["sums"] = known["z"].new_ones(2, width)
+        known["verdict"] = torch.full((2,), IMPROVED | ADVANCES, dtype=torch.int8, device=device)
+        values = [known[argument.name] for argument in arguments_of(op)]
     elif op == "multisecant_transposed":
         case = Case("and2", size=16, k=4, **options)
         state = {name: tensor.nan_to_num() for name, tensor in make_state(case, device).items()}

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, assert_close, rounding
+from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding
 from own_sums import Linear, product
 from solutions import SOLVERS
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from deqfast import (
     JFB,
@@ -97,20 +96,6 @@ class TestDefinitions:
             assert_close(toy.gradients(adjoint), expected, tolerance)
             assert torch.equal(toy.block(adjoint)(toy.x, z0=toy.z0), solution)
 
-    @pytest.mark.parametrize("steps", [1, 2, 5])
-    def test_phantom_without_damping_goes_through_plain_steps_from_an_answer_that_is_not_exact(self, steps):
-        toy = Toy()
-        block = toy.block(Phantom(steps, relaxation=1.0), Picard(TIGHT, max_iter=3), warn=False)
-        value, solution = block(toy.x, z0=toy.z0, return_solution=True)
-        z = solution.value
-        assert not solution.converged.any() and torch.equal(value, z)
-        with torch.no_grad():
-            assert torch.equal(block(toy.x, z0=toy.z0), z)  # as in evaluation
-        for _ in range(steps):
-            z = toy.cell(z, toy.x)
-        expected = torch.autograd.grad(z, toy.inputs, toy.cotangent)
-        assert_close(torch.autograd.grad(value, toy.inputs, toy.cotangent), expected, rounding(torch.float64))
-
     @pytest.mark.parametrize(("steps", "damping"), [(1, 0.5), (9, 0.8), (None, 0.3)])
     def test_reversible_is_the_derivative_of_its_iteration(self, steps, damping):
         toy, solver = Toy(), Picard(max_iter=21)
@@ -135,14 +120,11 @@ class TestDefinitions:
             z.sum().backward()
 
     def test_reversible_judges_the_way_back_sample_by_sample(self):
-        toy = Toy()
-        lost = torch.tensor([[1.0], [0.0], [0.0]], dtype=torch.float64)
-        off = torch.zeros(1, dtype=torch.float64)
-        block = DEQBlock(lambda z, x: toy.cell(z, x) + off * lost, adjoint=Reversible(steps=10), warn=False)
-        big = torch.cat([toy.x[:1], 1e6 * torch.ones(2, 3, dtype=torch.float64)])
-        z = block(big.requires_grad_(), z0=torch.tensor([[0.0], [1e6], [1e6]], dtype=torch.float64).expand(3, 4))
-        off += 0.1
-        with pytest.raises(RuntimeError, match="reversed steps of Reversible end .+ off z0: take fewer steps than 10"):
+        """One sample of a thousand goes astray, by a hundredth of its length: their mean does not show it."""
+        toy, off = Toy(batch=1000), torch.zeros(1000, 1, dtype=torch.float64)
+        z = DEQBlock(lambda z, x: toy.cell(z, x) + off, adjoint=Reversible(steps=2), warn=False)(toy.x, z0=toy.z0)
+        off[7] = 0.003
+        with pytest.raises(RuntimeError, match="reversed steps .+ end 0.0.+ off z0: take fewer steps than 2"):
             z.sum().backward()
 
     def test_reversible_refuses_what_it_would_lose_and_needs_neither_x_nor_z0(self):
@@ -157,24 +139,6 @@ class TestDefinitions:
         z.sum().backward()
         gc.collect()
         assert kept() is None
-
-    @pytest.mark.parametrize("adjoint", [Reversible(25), Implicit(), Unrolled(60)])
-    @pytest.mark.parametrize("second", [lambda h, w: h, lambda h, w: h.sin(), lambda h, w: h @ w])
-    def test_sources_that_depend_on_one_another(self, adjoint, second):
-        """x holds a tensor twice, one made of another, and one made with a weight that the cell holds too. The cell
-        holds one of x."""
-        w, h = torch.randn(3, 3, dtype=torch.float64) / 8, torch.randn(2, 3, dtype=torch.float64)
-
-        def value(w, h):
-            def cell(z, x):
-                return torch.tanh(z @ w) + x[0] + 0.5 * x[1] + 0.1 * h * h
-
-            block = DEQBlock(cell, Anderson(1e-10, 60), adjoint, init=lambda x: torch.zeros_like(x[0]), warn=False)
-            return block((h, second(h, w)))
-
-        assert torch.autograd.gradcheck(
-            value, (w.requires_grad_(), h.requires_grad_()), eps=1e-5, atol=1e-5, nondet_tol=GRADIENT
-        )
 
     @pytest.mark.parametrize(
         ("adjoint", "least", "most"), [(Unrolled(40), 80, 200), (Unrolled(40, True), 1, 50), (Reversible(20), 0, 8)]
@@ -216,13 +180,6 @@ class TestDefinitions:
         assert torch.equal(solution.converged, solution.residual <= 1e-2)
         _, absolute = toy.block(Unrolled(3), Picard(rtol=0, atol=1e-3))(toy.x, z0=toy.z0, return_solution=True)
         assert torch.equal(absolute.residual, absolute.residual_abs)
-
-    @every_adjoint
-    def test_a_start_has_a_gradient_only_where_iterations_are_differentiated(self, adjoint):
-        toy = Toy()
-        z0 = toy.z0.clone().requires_grad_()
-        toy.block(adjoint)(toy.x, z0=z0).sum().backward()
-        assert (z0.grad is not None) == isinstance(adjoint, Unrolled)
 
 
 class TestCalls:
@@ -311,38 +268,6 @@ class TestBadSamples:
         rest.cotangent = rest.cotangent[healthy]
         assert_close([x_grad[healthy], *weight_grads], list(rest.gradients(adjoint)), GRADIENT)
 
-    @staticmethod
-    def overflowing(rows):
-        """The input is finite: with a factor of 1e160 the third iterate overflows; the others are contractions."""
-        weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-        gain = torch.tensor([[1.0], [1e160], [0.5]], dtype=torch.float64)[rows]
-        return lambda z, x: weight * x * z + 1, gain, torch.ones(len(rows), 2).double(), [weight]
-
-    @staticmethod
-    def structure(rows):
-        """x may contain tensors without a batch dimension, and indices."""
-        table, shift = (torch.randn(*shape, 2, dtype=torch.float64, requires_grad=True) for shape in ((5,), ()))
-        gain = torch.tensor([[1.0], [math.nan], [2.0]], dtype=torch.float64)
-        x = {"index": torch.tensor([4, 3, 1])[rows], "gain": gain[rows], "shift": shift, "name": "shared"}
-
-        def cell(z, x):
-            return 0.5 * torch.tanh(z) + table[x["index"]] * x["gain"] + x["shift"]
-
-        return cell, x, torch.zeros(len(rows), 2).double(), [table, shift]
-
-    @every_adjoint
-    @pytest.mark.parametrize("case", [overflowing, structure])
-    def test_the_second_of_three(self, adjoint, case):
-        gradients = []
-        for rows in ([0, 1, 2], [0, 2]):
-            torch.manual_seed(0)
-            cell, x, z0, tensors = case(rows)
-            z, solution = DEQBlock(cell, Picard(TIGHT, 300), adjoint, warn=False)(x, z0=z0, return_solution=True)
-            assert torch.isfinite(z).all()
-            assert (solution.status == Status.NONFINITE).tolist() == [i == 1 for i in rows]
-            gradients.append(torch.autograd.grad(z[[0, -1]].pow(3).sum(), tensors))
-        assert_close(*gradients, GRADIENT)
-
 
 class TestIncomingGradients:
     @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -355,12 +280,6 @@ class TestIncomingGradients:
         assert not torch.isfinite(x_grad[1]).all() and torch.isfinite(x_grad[[0, 2]]).all()
         healthy = Toy()
         assert_close(x_grad[[0, 2]], healthy.gradients(adjoint)[0][[0, 2]], GRADIENT)
-
-    @every_adjoint
-    def test_zero(self, adjoint):
-        toy = Toy()
-        toy.cotangent.zero_()
-        assert not any(g.any() for g in toy.gradients(adjoint))
 
     @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e20, 1e36])
     def test_the_scale_of_the_loss_changes_nothing(self, scale):
@@ -407,7 +326,7 @@ class TestSecondDerivatives:
         with pytest.raises(RuntimeError, match=rf"double backward through {name} is not supported.*Unrolled\(\)"):
             route(lambda x: block(x).square().sum(), x)
 
-    @pytest.mark.parametrize("held", ["in x", "by the cell", "by both"])
+    @pytest.mark.parametrize("held", ["by the cell", "by both"])
     def test_implicit_is_differentiable_any_number_of_times(self, held):
         # Few numbers, since finite differences are taken for all pairs.
         toy, solver = Toy(batch=2, n=1, m=2), Broyden(rtol=TIGHT, max_iter=60)
@@ -447,15 +366,6 @@ class TestStructures:
         )
         z = joined(block([toy.x], z0=(toy.z0, toy.z0)))
         assert_close(torch.autograd.grad(z, toy.inputs, toy.cotangent), toy.gradients(adjoint), GRADIENT)
-
-    @every_adjoint
-    def test_a_cell_that_does_not_read_its_state(self, adjoint):
-        x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-        z = DEQBlock(lambda z, x: 2 * x, Broyden(rtol=TIGHT), adjoint, warn=False)(x)
-        (gradient,) = torch.autograd.grad(z.sum(), x)
-        # Damped steps go part of the way, Phantom's from the solution.
-        reached = 1 - (1 - adjoint.relaxation) ** adjoint.steps if isinstance(adjoint, (Phantom, Reversible)) else 1.0
-        assert_close(gradient, torch.full_like(x, 2 * reached), GRADIENT)
 
     @every_adjoint
     @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -561,21 +471,3 @@ def test_a_backward_pass_that_calls_the_cell_notices_what_has_been_written_to(na
     named = "" if isinstance(adjoint, Reversible) and "weight" in name else f"{name} has been "  # torch's own error
     with pytest.raises(RuntimeError, match=re.escape(f"{named}modified by an inplace operation")):
         value.sum().backward()
-
-
-@pytest.mark.parametrize(
-    "options", [{"norm": nn.BatchNorm1d}, {"parametrize": spectral_norm}], ids=["norm", "spectral"]
-)
-@pytest.mark.parametrize("others", [(Unrolled(5), Unrolled(5, checkpoint=True)), (Reversible(5),)], ids=str)
-def test_a_backward_pass_that_calls_the_cell_bears_what_forward_passes_write_to(others, options):
-    """Running statistics, and the vectors of spectral norm, differ after another forward pass."""
-    x, gradients = [torch.randn(3, 4)], []
-    for adjoint in others:
-        block = DEQBlock(Scaled(**options), adjoint=adjoint, warn=False)
-        first, second = (block(x, torch.zeros(3, 4)) for _ in range(2))
-        x.append(x[0])  # the calls have had their own list
-        gradients.append(torch.autograd.grad((first + 2 * second).square().sum(), [*block.parameters()]))
-        x.pop()
-    for found in gradients:
-        assert found[0].any()
-        assert_close(found, gradients[0], after_solve(rounding(torch.float32), derivatives=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, lost, rounding
+from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, lost
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -17,14 +17,10 @@ from deqfast import (
     DEQBlock,
     FCCell,
     Implicit,
-    LinearCell,
     Neumann,
     Phantom,
-    ResidualCell,
     Status,
     Unrolled,
-    fc_fixed_point,
-    solve,
 )
 from deqfast.gradients import Adjoint
 
@@ -108,18 +104,6 @@ class TestSecondDerivatives:
             second(lambda x: block(x).sum())(data(1))
 
 
-def test_third_derivatives_and_vmaps_of_vmaps():
-    block, x = block_of(Implicit(TIGHT)), data(2, 2)
-    unrolled = DEQBlock(block.cell, adjoint=Unrolled(80))
-
-    def third(block):
-        return vmap(vmap(grad(lambda x: jvp(grad(lambda x: block(x[None]).pow(3).sum()), (x,), (x.cos(),))[1].sum())))(
-            x
-        )
-
-    assert_close(third(block), third(unrolled), GRADIENT)
-
-
 class TestMembers:
     """Every sample of every member is solved as if by itself."""
 
@@ -147,22 +131,6 @@ class TestMembers:
             (x[0], *block.parameters()),
         )
         assert_close([g[0] for g in gradients.values()], expected, GRADIENT)
-
-    @pytest.mark.parametrize("groups", ["batch", torch.tensor([0, 1, 0, 1])], ids=["batch", "indices"])
-    def test_groups(self, groups):
-        mix = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.float64)
-        block, x = DEQBlock(lambda z, x: torch.tanh(0.4 * mix @ z + x), TIGHT, Implicit(TIGHT)), data(3, 4)
-
-        def call(x):
-            value, solution = block(x, groups=groups, return_solution=True)
-            return value.square().sum(), (solution.status, solution.iterations)
-
-        gradients, (status, iterations) = vmap(grad(call, has_aux=True))(x)
-        for i in range(3):
-            y = x[i].clone().requires_grad_()
-            loss, (_, alone) = call(y)
-            assert_close(gradients[i], torch.autograd.grad(loss, y)[0], GRADIENT)
-            assert torch.equal(alone, iterations[i]) and (status == Status.CONVERGED).all()
 
 
 class TreeCell(nn.Module):
@@ -202,66 +170,6 @@ def test_an_ensemble_of_trees_trains(adjoint):
         y = x[i].clone().requires_grad_()
         expected = torch.autograd.grad(loss(block, y), [y, *block.parameters()])
         assert_close([in_x[i], *(p.grad[i] for p in parameters.values())], list(expected), GRADIENT)
-
-
-def test_a_submodule_under_two_names_keeps_its_parameters():
-    cell = FCCell(3, 4)
-    cell.again, weight = cell.injection, cell.injection.weight
-    vmap(DEQBlock(cell, adjoint="implicit"))(torch.randn(2, 1, 3))
-    assert cell.injection.weight is weight
-
-
-@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom"])
-def test_complex_parameters(adjoint):
-    class Spectral(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(0.2 * torch.randn(5, dtype=torch.complex128))
-
-        def forward(self, z, x):
-            return torch.tanh(torch.fft.irfft(self.weight * torch.fft.rfft(z), n=8) + x)
-
-    block, x = DEQBlock(Spectral(), TIGHT, adjoint), torch.randn(3, 8, dtype=torch.float64)
-    parameters = {name: p.detach() for name, p in block.named_parameters()}
-    found = grad(lambda given: functional_call(block, given, (x,)).square().sum())(parameters)
-    (expected,) = torch.autograd.grad(block(x).square().sum(), block.parameters())
-    assert_close(torch.view_as_real(found["cell.weight"]), torch.view_as_real(expected), GRADIENT)
-
-
-def test_a_residual_cell():
-    block = DEQBlock(ResidualCell(2, groups=2).double(), TIGHT, Implicit(TIGHT))
-    x, parameters = torch.randn(2, 2, 3, 3, dtype=torch.float64), dict(block.named_parameters())
-    found = grad(lambda given: functional_call(block, given, (x,)).pow(3).sum())(parameters)
-    expected = torch.autograd.grad(block(x).pow(3).sum(), block.parameters())
-    assert_close([*found.values()], list(expected), GRADIENT)
-    block.cell.kernel = "cpp"
-    with pytest.raises(RuntimeError, match="kernel='cpp' does not run under torch.func"):
-        jvp(block.cell, (x, x), (x, x))
-
-
-@pytest.mark.parametrize("adjoint", ["shine", Implicit(TIGHT)], ids=["shine", "implicit"])
-def test_batches_of_values_and_of_gradients_of_coupled_rows(adjoint):
-    """The gradients as is_grads_batched sends them through a backward pass of eager mode."""
-    block, x = DEQBlock(lambda z, x: torch.tanh(0.4 * z.flip(0) + x), TIGHT, adjoint), data(4).requires_grad_()
-    groups, cotangents = torch.tensor([0, 1, 1, 0]), data(5, 4)
-    z = block(x, groups=groups)
-    assert_close(vmap(lambda x: block(x, groups=groups))(x.detach()[None])[0], z, GRADIENT)
-    found = torch.autograd.grad(z, x, cotangents, is_grads_batched=True, retain_graph=True)[0]
-    for i in range(5):
-        assert_close(found[i], torch.autograd.grad(z, x, cotangents[i], retain_graph=True)[0], GRADIENT)
-    if adjoint != "shine":
-        assert len(block.backward_solution.status) == 2
-
-
-def test_under_autocast():
-    block = DEQBlock(FCCell(3, 4), adjoint="implicit", warn=False)
-    x = data(3, 2).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = vmap(grad(lambda x: block(x).sum()))(x)
-        y = x.clone().requires_grad_()
-        loss = sum(block(y[i]).sum() for i in range(3))
-    condition = amplification(lambda z: block.cell(z, x.flatten(0, 1)), block(x.flatten(0, 1)))
-    assert_close(found, torch.autograd.grad(loss, y)[0], after_solve(rounding(torch.bfloat16, 1), condition, 1))
 
 
 class TestErrors:
@@ -316,26 +224,10 @@ class TestErrors:
         with pytest.raises(RuntimeError, match=message):
             call(data(2))
 
-    @pytest.mark.parametrize(
-        ("name", "call"),
-        [("solve", lambda w, x: solve(torch.cos, x).value), ("fc_fixed_point", lambda w, x: fc_fixed_point(w, x)[0])],
-    )
-    def test_solves_without_a_block_are_refused(self, name, call):
-        with pytest.raises(RuntimeError, match=f"{name} does not run under torch.func.*use a DEQBlock"):
-            vmap(call, (None, 0))(torch.eye(3), data(2, 2).float())
-
     @every_adjoint
     def test_fake_tensors(self, adjoint):
         with FakeTensorMode(), pytest.raises(ValueError, match="z0 must hold values.* got fake tensors"):
             DEQBlock(lambda z, x: 0.5 * z + x, TIGHT, adjoint)(torch.ones(2, 3))
-
-    def test_tensors_without_values_where_a_solve_is_one_launch(self):
-        x = torch.ones(2, 3, device="meta")
-        for cell in (FCCell(3, 3, device="meta"), LinearCell(3, device="meta")):
-            with pytest.raises(ValueError, match="z0 must hold values.* got tensors on the device meta"):
-                DEQBlock(cell, "picard")(x)
-        with pytest.raises(ValueError, match="c must hold values"):
-            fc_fixed_point(torch.zeros(3, 3, device="meta"), x)
 
 
 @pytest.mark.tier("full")
@@ -384,15 +276,6 @@ class TestCompiled:
     def test_tangents_and_batches(self, transform):
         fast, plain, given = self.compiled(transform)
         assert_close(fast(*given), plain(*given), GRADIENT)
-
-    def test_the_solve_is_not_compiled_in_parts_after_a_transform(self):
-        """Dynamo gave up the forward of every block there."""
-        fast, _, given = self.compiled(lambda loss: lambda weights, x: vmap(loss, (None, 0))(weights, x[:, None]))
-        fast(*given)
-        block, graphs = self.model()[1], []
-        found = torch.compile(block, backend=lambda graph, _: graphs.append(graph) or graph.forward)(given[1])
-        assert_close(found, block(given[1]), GRADIENT)
-        assert not graphs
 
     def test_gradients_around_compiled_code_and_left_out_of_it(self):
         fast, plain, given = self.compiled(lambda loss: lambda *given: torch.compiler.disable(grad(loss))(*given))

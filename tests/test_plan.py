@@ -28,6 +28,7 @@ OPTIONS = {
     "Reversible": {"adjoint": "reversible"},
     "lockstep": {"lockstep": Ranks(())},
     "state_group": {"state_group": Ranks(())},
+    "causal": {"causal": True},
 }
 WAYS = {
     "torch.func": lambda call, x: torch.func.vmap(call)(x[:, None]),
@@ -118,15 +119,16 @@ def test_compiled_code_and_exports_refuse_a_step_in_python(solvers):
 def test_the_table_is_whole():
     """An entry that is dropped would be served silently, and takes its test with it."""
     assert {name_of(way): len(options) for way, options in REFUSED.items()} == {
-        "cuda_graph": 8,
+        "cuda_graph": 9,
         "compile": 9,
         "SHINE": 1,
         "drop_converged": 1,
         "state_group": 8,
-        "Unrolled": 6,
-        "Reversible": 6,
+        "causal": 8,
+        "Unrolled": 7,
+        "Reversible": 7,
         "trajectory": 6,
         "torch.func": 9,
-        "torch.export": 7,
+        "torch.export": 8,
         "torch.compile": 2,
     }

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import Implementation
 from correctness import assert_close
 from test_docs import ROOT, python_of
 from torch import Tensor, nn
@@ -25,9 +26,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from deqfast import SHINE, Anderson, Auto, Broyden, DEQBlock, FCCell, Neumann, Picard, Reversible, Unrolled, solve
+from deqfast import (
+    SHINE,
+    Anderson,
+    Auto,
+    Broyden,
+    DEQBlock,
+    FCCell,
+    Neumann,
+    Picard,
+    Reversible,
+    Unrolled,
+    fixed_point,
+    root,
+    solve,
+)
 from deqfast.engine.solve import Options, Solve
 from deqfast.gradients import Adjoint
+from deqfast.ops import Kernel
 from deqfast.solution import Solution, Status
 from deqfast.solvers import Solver
 
@@ -168,6 +184,20 @@ def test_copies_share_the_group(alone):
 def test_a_group_is_one_of_torch():
     with pytest.raises(TypeError, match="lockstep must be a process group, such as .*, got 2"):
         solve(torch.cos, torch.ones(1, 2), lockstep=2)
+
+
+@pytest.mark.parametrize("name", ["lockstep", "state_group"])
+def test_fixed_points_and_roots_of_a_group(alone, monkeypatch, name):
+    monkeypatch.setattr(dist, "all_reduce", reductions := Reductions())
+    z, a = torch.ones(3, D), torch.linspace(1, 9, 3 * D).view(3, D)
+    for find, f in ((fixed_point, lambda z, a: (z + a / z) / 2), (root, lambda z, a: 0.1 * (a - z * z))):
+        found, solution = find(f, z, a, return_solution=True, **{name: alone}, **{"sign": 1} if find is root else {})
+        assert_close(found, a.sqrt(), 1e-2)
+        assert reductions.count >= solution.evaluations
+        reductions.count = 0
+    if name == "state_group":
+        with pytest.raises(ValueError, match="sign must be 1 or -1 with state_group: .*, got None"):
+            root(f, z, a, state_group=alone)
 
 
 CASES = {
@@ -399,6 +429,27 @@ class Halves:
         return torch.cat([numbers.unflatten(0, (2, -1)).amax(dim=0)] * 2)
 
 
+KERNELS_OF_PARTS = ["torch", "cpp", "cuda"]
+
+
+def solve_of_parts(z0: Tensor, options: Options, kernel: str) -> Solve:
+    """The solve of `Halves` on this kernel; that of CUDA is emulated."""
+    solve = Solve(z0, replace(options, state_group=Halves()))
+    solve.kernel = Kernel(kernel, parts=Halves())
+    return solve
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of CUDA on the CPU."""
+    own, of_cuda = Kernel._own, Implementation("emulated", "cpu").op
+
+    def op(self: Kernel, name: str) -> Any:
+        return of_cuda(name, f"{name.split('_')[0]}_step") if self.name == "cuda" else own(self, name)
+
+    monkeypatch.setattr(Kernel, "_own", op)
+
+
 IN_HALVES = {
     "picard": Picard(1e-6, 40, relaxation=0.9),
     "anderson": Anderson(1e-8, 40),
@@ -411,29 +462,50 @@ IN_HALVES = {
 }
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-200, 1e200])  # of which squares over- and underflow
+@pytest.mark.parametrize(("size", "width"), [(1.0, 1), (1.0, 63), (1.0, 777), (1e-200, 6), (1e200, 6)])
 @pytest.mark.parametrize("name", IN_HALVES)
-def test_rows_that_are_parts_are_solved_as_one(name, size):
+def test_rows_that_are_parts_are_solved_as_one(emulated, name, size, width):
+    """Also if squares over- or underflow; on one kernel, halves of a sample are judged and stepped as wholes."""
     torch.manual_seed(0)
-    matrix, x = 0.9 * torch.linalg.qr(torch.randn(12, 12).double())[0], torch.randn(5, 12).double()
+    normal, x = (
+        torch.nn.functional.normalize(torch.randn(2 * width).double(), dim=0),
+        torch.randn(5, 2 * width).double(),
+    )
     x[1], x[3] = 0, x[3] * 1e3  # a sample that is at its fixed point, and a larger one
 
     def f(z: Tensor) -> Tensor:
         z = z / size
-        return torch.where(x[:, :1] == x[4, 0], torch.nan, torch.tanh(z @ matrix) + 0.1 * z + x) * size
+        mixed = 0.9 * (z.roll(1, 1) - 2 * (z.roll(1, 1) @ normal)[:, None] * normal)
+        return torch.where(x[:, :1] == x[4, 0], torch.nan, torch.tanh(mixed) + 0.1 * z + x) * size
 
     def of_parts(z: Tensor) -> Tensor:
         return torch.cat(f(torch.cat(z.chunk(2), dim=1)).chunk(2, dim=1))
 
     whole = Options(solver=IN_HALVES[name], kernel="torch", trace=True)
-    expected, z0 = Solve(x, whole)(f, torch.zeros_like(x)), torch.zeros(10, 6).double()
-    found = Solve(z0, replace(whole, state_group=Halves()))(of_parts, z0)
-    for half in (slice(0, 5), slice(5, 10)):
-        assert torch.equal(found.status[half], expected.status) and expected.status.tolist()[4] == Status.NONFINITE
-        assert torch.equal(found.iterations[half], expected.iterations)
-    assert_close(torch.cat(found.value.chunk(2), dim=1), expected.value, 1e-12)
-    with pytest.raises(ValueError, match="z0 must be finite; it is not in 2 of 10 rows: 0, 5"):
-        Solve(z0, replace(whole, state_group=Halves()))(of_parts, z0.index_fill(0, torch.tensor([5]), torch.nan))
+    expected, z0 = Solve(x, whole)(f, torch.zeros_like(x)), torch.zeros(10, width).double()
+    assert expected.status.tolist()[4] == Status.NONFINITE
+    is_emulated = (name, size) == ("anderson-I", 1e-200)  # which takes long; test_halves.py has the other methods
+    for kernel in KERNELS_OF_PARTS if is_emulated else KERNELS_OF_PARTS[:2]:
+        found = solve_of_parts(z0, whole, kernel)(of_parts, z0)
+        for half in (slice(0, 5), slice(5, 10)):
+            assert torch.equal(found.status[half], expected.status), kernel
+            assert torch.equal(found.iterations[half], expected.iterations), kernel
+        # Pairs in place of steps round otherwise.
+        tolerance = 1e-12 if Kernel(kernel).has_broyden_step else 1e-10
+        assert_close(torch.cat(found.value.chunk(2), dim=1), expected.value, tolerance, kernel)
+        assert_close(found.trace[:, :5], expected.trace, 1e-6, kernel)
+        with pytest.raises(ValueError, match="z0 must be finite; it is not in 2 of 10 rows: 0, 5"):
+            solve_of_parts(z0, whole, kernel)(of_parts, z0.index_fill(0, torch.tensor([5]), torch.nan))
+
+
+@pytest.mark.parametrize("kernel", KERNELS_OF_PARTS)
+def test_no_rows_are_stepped(emulated, kernel):
+    for solver in IN_HALVES.values():
+        z = torch.zeros(0, 6)
+        state = solver.init(z, Kernel(kernel, parts=Halves()))
+        for k in range(3):
+            solver.advance(state, torch.zeros(0, 6), k, k == 2)
+        assert not len(state.status)
 
 
 class Reductions:

@@ -13,7 +13,6 @@ from solutions import SOLVERS, Recorder, assert_same_solution
 import deqfast
 from deqfast import Anderson, Broyden, Picard, Solution, Status, _extension, solve
 from deqfast.engine.loop import LateWatch, Watch
-from deqfast.ops import choose_kernel
 from deqfast.ops.choice import _warn_of_fallback
 
 
@@ -106,17 +105,6 @@ def test_the_best_iterate_is_returned_with_its_residual(name, absolute, kernel, 
     assert torch.equal(solution.residual, solution.residual_abs if absolute else solution.residual_rel)
 
 
-@every_solver
-def test_one_evaluation_judges_the_start_and_takes_no_step(name, kernel, device):
-    problem = linear(device=device)
-    f = Recorder(problem.f)
-    start = problem.z0 + 1
-    solution = solve(f, start, SOLVERS[name](max_iter=1), kernel)
-    assert len(f) == solution.evaluations == 1 and solution.iterations.tolist() == [1, 1]
-    assert torch.equal(solution.value, start)
-    assert_close(solution.residual_abs, norms(f)[0][0], rounding(torch.float32))
-
-
 @some_solvers
 @in_process
 @pytest.mark.parametrize("every", [2, 3, 50])
@@ -152,6 +140,7 @@ def test_a_sample_that_breaks_goes_back_to_its_best_iterate(name, bad, first_cal
     solver = SOLVERS[name](rtol=1e-3, max_iter=4)
     broken, healthy = solve(f, z0, solver, kernel), solve(ring(bias), z0, solver, kernel)
     assert all(torch.isfinite(z).all() for z in f.arguments)
+    assert all(torch.equal(z[1], broken.value[1]) for z in f.arguments[first_call + 1 :])
     assert_same_rows(broken, healthy, [0, 2])
     assert broken.status[1] == Status.NONFINITE and broken.iterations[1] == first_call + 1
     if first_call == 0:
@@ -196,20 +185,6 @@ class TestStall:
         solution = solve(lambda z: script[:, next(calls)][:, None].half(), z0, Picard(1e-6, 12), kernel)
         assert solution.status.tolist() == [Status.STALLED] * 2
         assert solution.iterations.tolist() == [7, 11] and solution.evaluations == looked(11, device)
-
-
-@every_solver
-@in_process
-def test_autocast_does_not_reach_into_the_solver(name, kernel, device):
-    start, rate = torch.zeros(2, 12, device=device), torch.linspace(0.1, 0.9, 12, device=device)
-
-    def f(z):
-        return rate * torch.cos(z)
-
-    solver = SOLVERS[name](rtol=1e-3)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        inside = solve(f, start, solver, kernel)
-    assert_same_solution(inside, solve(f, start, solver, kernel))
 
 
 @pytest.mark.parametrize("shape", [(0, 12), (0,), (0, 3, 2, 2)])
@@ -304,12 +279,6 @@ class TestBuffers:
         assert torch.equal(solution.value, z0) and solution.residual.tolist() == [0.0] * 3
         assert solution.evaluations == looked(1, device)
 
-    def test_parameters_need_no_gradient_inside(self):
-        weight = torch.full((), 0.5, requires_grad=True)
-        f = Recorder(lambda z: weight * z + 1)
-        solution = solve(f, torch.zeros(2, 3, requires_grad=True))
-        assert not any(v.requires_grad for v in f.values) and not solution.value.requires_grad
-
 
 class TestErrors:
     Z0 = torch.zeros(4, 3)
@@ -381,18 +350,6 @@ class TestKernels:
         with pytest.raises(RuntimeError, match=f"kernel='{name}' is not available: {advice}") as error:
             solve(lambda z: z, torch.zeros(1, 1), kernel=name)
         assert reason in str(error.value)
-
-    @pytest.mark.usefixtures("cpp_kernels")
-    def test_a_kernel_refuses_tensors_of_another_device(self):
-        with pytest.raises(RuntimeError, match="kernel='cpp' does not run on cuda tensors, only on cpu"):
-            choose_kernel("cpp", torch.device("cuda"))
-
-    def test_auto_prefers_cuda_then_triton_on_cuda_tensors(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(_extension, "cuda_module", object())
-        assert choose_kernel("auto", torch.device("cuda")).name == "cuda"
-        monkeypatch.setattr(_extension, "cuda_module", None)
-        assert choose_kernel("auto", torch.device("cuda")).name == "triton"
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ status is 1 if a row exceeds a limit. Must run without TRITON_INTERPRET.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -21,6 +21,7 @@ from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -34,10 +35,13 @@ from deqfast.kernels import (
     norm_act_residual,
     picard_step,
 )
+from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deqfast.ops import ACTIVATIONS
+
+from . import cuobjdump
 
 MAX_BARRIERS = 320  # in the code: each of three sums of 32 pairs has two or three after the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
@@ -45,7 +49,6 @@ TWINS = (80, 86)  # their codes differ in the order of instructions and in a few
 BARRIER = re.compile(r"\bbar\.sync")
 # A load into registers, or a copy into shared memory, of 16 bytes.
 WIDE_LOAD = re.compile(r"ld\.global[.\w:]*\.(?:v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global")
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
 INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
@@ -122,62 +125,15 @@ class Row:
 
 
 def table() -> list[Case]:
-    """Cases: the default windows of the solvers, and the hardest of each padded window (4, 8, 16, 32)."""
-    sizes = (("fp32", 8192), ("fp64", 8192), ("fp32", 65536), ("fp32", 1024), ("fp32", 8191), ("fp32", 63))
-    cases = [Case("picard", state, size=size) for state, size in sizes]
-    for window in (4, 8, 16, 32):
-        dtypes = [("fp32", "fp32"), ("fp32", "bf16"), ("fp64", "fp64")]
-        for state, history in dtypes if window > 8 else dtypes[:-1]:
-            cases.append(Case("left", state, history, window, "and1"))
-            cases.append(Case("right", state, history, window, "good"))
-    stages = ("picard/sums", "picard/judge", "picard/step")
-    cases += [Case(stage, state, size=65536) for stage in stages for state in ("fp32", "fp64")]
-    for history, window in (("fp32", 8), ("bf16", 8), ("fp32", 16), ("fp64", 32)):
-        state = "fp64" if history == "fp64" else "fp32"
-        cases += [Case(kernel, state, history, window, "and1", 65536) for kernel in ("left/shared", "judge")]
-        cases += [Case(kernel, state, history, window, "good", 65536) for kernel in ("right/shared", "row")]
-    cases += [Case("left/shared", "fp32", "bf16", 6, "and2", 65537)]
-    cases += [Case("right/shared", "fp32", "fp32", 8, "good", 65537)]
-    for window, history in ((6, "bf16"), (20, "fp32")):
-        cases += [Case(kernel, "fp32", history, window, "and2") for kernel in ("left", "right")]
-    cases += [Case("left", "fp32", "fp32", 10, "bad"), Case("left", "fp32", "fp32", 20, "good")]
-    cases += [Case("left", "fp32", "bf16", 6, "and2", size) for size in (777, 1)]
-    cases += [Case("left", "fp32", "bf16", 8, "good", 777)]
-    cases += [Case("left", "fp32", "fp32", 16, "and1", 777), Case("right", "fp32", "fp32", 8, "good", 1)]
-    for method in ("and1", "and2"):
-        cases += [Case(kernel, "fp32", "bf16", 8, method, warps=16) for kernel in ("left", "right")]
-    cases += [
-        Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
-    ]
-    cases += [
-        Case("fc", "fp32", weight, 0, activation, size)
-        for weight, size in (("fp32", 128), ("bf16", 256), ("fp32", 64), ("bf16", 208), ("fp32", 15), ("bf16", 1))
-        for activation in (("tanh", "gelu") if size in (128, 256) else ("tanh",))
-    ]
-    cases += [Case("fc_vjp", state, "", 0, "gelu", 32768) for state in ("fp32", "fp64")]
-    for window, history in ((6, "bf16"), (20, "fp32"), (32, "bf16"), (32, "fp64")):
-        state = "fp64" if history == "fp64" else "fp32"
-        cases += [Case(kernel, state, history, window, "and1") for kernel in ("dots", "gamma", "product")]
-    cases += [Case(kernel, "fp32", "fp32", 6, "bad", 777) for kernel in ("dots", "product")]
-    for channels, pixels in ((512, 16), (256, 64), (64, 1024)):
-        cases += [
-            Case(kernel, "fp32", dtype, channels, dtype, pixels)
-            for dtype in ("fp32", "bf16")
-            for kernel in NORM_KERNELS
-        ]
-    for kernel in NORM_KERNELS:  # too large for the chip
-        cases += [Case(kernel, dtype, dtype, 64, dtype, 4096) for dtype in ("fp32", "fp64")]
-    for kernel in ("resid", "resid'"):  # the dtypes of autocast; rows that are not aligned
-        cases += [Case(kernel, "fp32", "bf16", 64, "fp32", 1024), Case(kernel, "fp32", "fp32", 24, "fp32", 49)]
-    for state in DTYPES:
-        cases += [Case("sums", state), Case("means", state), Case("scatter", state, window=9, size=512)]
-        cases += [Case("scatter", state, window=99)]
-    cases += [Case("scatter", "fp32", window=window) for window in (20, 40)]
-    cases += [
-        Case("sums", "fp32", size=777),
-        *(Case("scatter", state, window=99, size=777) for state in ("fp32", "bf16")),
-    ]
-    return cases
+    """Cases of benchmarks/aot.csv.
+
+    The default windows of the solvers, and the hardest of each padded window (4, 8, 16, 32). Sizes that are not
+    aligned. Norms too large for the chip, with the dtypes of autocast, and of rows that are not aligned.
+    """
+    kinds: dict[str, Any] = {"window": int, "size": int, "warps": int}
+    with open(Path(__file__).parents[1] / "aot.csv") as file:
+        rows = list(csv.DictReader(file))
+    return [Case(**{name: kinds.get(name, str)(text) for name, text in row.items() if text}) for row in rows]
 
 
 def fits(case: Case, arch: int) -> bool:
@@ -304,20 +260,15 @@ def compile_case(case: Case, arch: int) -> Row:
         fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in divisible}
     )
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    if case.kernel == "picard":
-        options["maxnreg"] = config.picard_registers(DTYPES[case.state], whole=True)
-    elif case.kernel == "picard/sums":
-        options["maxnreg"] = config.SUMS_REGISTERS
-    elif isinstance(launch, config.SweepConfig):
-        options["maxnreg"] = launch.registers
-    elif case.kernel.startswith(("judge", "row", "picard/", "fc")):
-        options["maxnreg"] = config.MAX_REGISTERS
-    elif case.kernel in NORM_KERNELS:
-        options["maxnreg"] = config.NORM_REGISTERS
+    if (limit := most_registers(case, launch)) is not None:
+        options["maxnreg"] = limit
     if case.kernel == "scatter":
         options["num_stages"] = neural_collapse.SCATTER_STAGES
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, stack = resources(compiled.asm["cubin"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        ((registers, stack, _),) = cuobjdump.resources(file.name).values()
     return Row(
         case,
         arch,
@@ -331,31 +282,26 @@ def compile_case(case: Case, arch: int) -> Row:
     )
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack. (A disassembler, which would show more, takes half a second to start.)"""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", str(path)]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
-    return registers, stack
+def most_registers(case: Case, launch: config.LaunchConfig | config.TileConfig) -> int | None:
+    """Registers of a thread to which the launcher limits a kernel."""
+    if case.kernel == "picard":
+        return config.picard_registers(DTYPES[case.state], whole=True)
+    if case.kernel == "picard/sums":
+        return config.SUMS_REGISTERS
+    if isinstance(launch, config.SweepConfig):
+        return launch.registers
+    if case.kernel in NORM_KERNELS:
+        return config.NORM_REGISTERS
+    return config.MAX_REGISTERS if case.kernel.startswith(("judge", "row", "picard/", "fc")) else None
 
 
 def compile_job(job: tuple[Case, int]) -> Row:
     return compile_case(*job)
 
 
-def format_table(rows: list[Row]) -> str:
-    lines = ["kernel  state history window method    size   arch block warps  regs stack shared  bars  LDG.128"]
-    for row in rows:
-        c = row.case
-        lines.append(
-            f"{c.kernel:7} {c.state:5} {c.history:7} {c.window or '':>6} {c.method:8} {c.size:>5}   sm_{row.arch}"
-            f" {row.block:>5} {row.warps:>5} {row.registers:>5} {row.stack:>5} {row.shared:>6} {row.barriers:>5}"
-            f" {row.wide_loads:>8}  {'; '.join(row.faults())}".rstrip()
-        )
-    return "\n".join(lines)
+def as_entries(row: Row) -> dict[str, object]:
+    entries = {**asdict(row.case), **asdict(row), "arch": f"sm_{row.arch}", "faults": "; ".join(row.faults())}
+    return {name: entries[name] for name in entries if name != "case"}
 
 
 def main() -> int:
@@ -371,7 +317,7 @@ def main() -> int:
         parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = list(pool.map(compile_job, jobs(options.arch, options.kernels)))
-    print(f"triton {triton.__version__}\n{format_table(rows)}")
+    print(f"triton {triton.__version__}\n{tabulate(map(as_entries, rows), headers='keys', tablefmt='plain')}")
     if options.json:
         options.json.write_text(json.dumps([{**asdict(row), "faults": row.faults()} for row in rows], indent=1))
     return any(row.faults() for row in rows)

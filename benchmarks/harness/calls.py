@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .counters import count
+from .counters import count, evaluations
 from .entry import Case, Contender, Skipped, check, crossed
 from .maps import NEVER
+from .peers import TORCHDEQ
 from .record import Row
 
 EVALUATIONS = 6
 BACKWARD_TOL = 1e-6
-NAMES = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
 PROVIDERS = ("DEQBlock", "get_deq", "torchdeq")
 
 
@@ -45,7 +45,7 @@ def layer_of(provider: str, cell: Cell, solver: type[Any], adjoint: str) -> Call
     if provider == "torchdeq" and find_spec("torchdeq") is None:
         raise Skipped("torchdeq is not installed")
     make = import_module("torchdeq" if provider == "torchdeq" else "deqfast.compat.torchdeq").get_deq
-    name = NAMES[solver]
+    name = TORCHDEQ[solver]
     most = EVALUATIONS - (name == "broyden")  # it does not count its first evaluation
     settings: dict[str, Any] = {"f_solver": name, "f_max_iter": most, "f_tol": NEVER, "f_stop_mode": "rel"}
     if adjoint == "implicit":
@@ -78,12 +78,3 @@ def call_case(shape: tuple[int, int], solver: type[Any], mode: str) -> Case:
         return Contender(call, facts | {"launches": asked.operations, "host_waits": asked.host_waits})
 
     return Case("calls", f"{solver.__name__.lower()}-{mode}-{crossed(shape)}", PROVIDERS, ("torchdeq",), contender)
-
-
-def evaluations(cell: nn.Module, call: Callable[[], Any]) -> int:
-    """Evaluations of the cell in a call."""
-    calls: list[None] = []
-    handle = cell.register_forward_hook(lambda *_: calls.append(None))
-    call()
-    handle.remove()
-    return len(calls)

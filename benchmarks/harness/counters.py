@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,6 +152,15 @@ def profiled(call: Callable[[], Any]) -> Profile | None:
             number, ms = kernels.get(event.name, (0, 0.0))
             kernels[event.name] = number + 1, ms + 1e-3 * event.time_range.elapsed_us()
     return Profile(launches, waits, kernels) if launches else None
+
+
+def evaluations(module: nn.Module, call: Callable[[], Any]) -> int:
+    """How often a call evaluates the module."""
+    calls: list[None] = []
+    handle = module.register_forward_hook(lambda *_: calls.append(None))
+    call()
+    handle.remove()
+    return len(calls)
 
 
 def memory(call: Callable[[], Any], device: str) -> tuple[int, int]:

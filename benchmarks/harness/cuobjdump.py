@@ -18,9 +18,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
+
+from tabulate import tabulate
 
 from deqfast import _extension
 
@@ -113,7 +115,7 @@ def cuda_kernels() -> list[CompiledKernel]:
 
 
 def _disassemble(path: str) -> list[CompiledKernel]:
-    usage, (instructions, flights) = _resources(path), _instructions(path)
+    usage, (instructions, flights) = resources(path), _instructions(path)
     names = demangle(sorted({name for name, _ in usage}))
     if len(set(names.values())) < len(names):
         raise RuntimeError("two kernels of the CUDA extension have one name")
@@ -125,7 +127,7 @@ def _disassemble(path: str) -> list[CompiledKernel]:
     return sorted(found)
 
 
-def _resources(path: str) -> dict[tuple[str, str], tuple[int, int, int]]:
+def resources(path: str) -> dict[tuple[str, str], tuple[int, int, int]]:
     """(mangled name, "sm_90") -> registers, stack, shared memory."""
     usage, architecture, name = {}, "", ""
     for line in _dump("--dump-resource-usage", path):
@@ -212,16 +214,8 @@ def main() -> None:
         kernels = cuda_kernels()
     except Unavailable as reason:
         sys.exit(str(reason))
-    print(
-        f"{'kernel':<64}{'on':>6}{'registers':>11}{'stack':>7}{'shared':>8}{'BAR':>5}{'LDG.128':>9}{'STG.128':>9}{'STG.U16':>9}"
-        f"{'KB in flight':>15}"
-    )
-    for kernel in kernels:
-        print(
-            f"{kernel.name:<64}{kernel.architecture:>6}{kernel.registers:>11}{kernel.stack:>7}{kernel.shared:>8}"
-            f"{kernel.barriers:>5}{kernel.wide_loads:>9}{kernel.wide_stores:>9}{kernel.short_stores:>9}"
-            f"{max(kernel.in_flight, default=0) / 1024:>15.0f}"
-        )
+    rows = [asdict(one) | {"flights": f"{max(one.in_flight, default=0) / 1024:.0f} KB in flight"} for one in kernels]
+    print(tabulate(rows, headers="keys", tablefmt="plain"))
 
 
 if __name__ == "__main__":

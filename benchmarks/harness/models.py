@@ -42,7 +42,6 @@ COMMITS = {
     "locuslab/get": "53377d3047b8ab677ef4e84252b15b5919fe70dd",
     "AntonyJia159/deq-sets": "ffa711d0c5828455cd86c47da8c953c8cf405133",
 }
-ZOO, GET, SETS = COMMITS
 # The models' files import these, and only their training scripts use them.
 UNUSED = ("configargparse", "plyfile", "skimage", "skimage.measure", "termcolor", "torch_sparse", "turtle", "wandb")
 NEEDED = ("einops", "timm", "yaml")  # the packages of the extra "models"

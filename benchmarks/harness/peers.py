@@ -16,7 +16,7 @@ from .entry import Skipped
 
 Solve = Callable[[Any, Tensor], Tensor]  # (f, z0) -> z
 
-_TORCHDEQ = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
+TORCHDEQ = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
 _WINDOWS = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
 
 
@@ -32,7 +32,7 @@ def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
     kind = type(solver)
     options = {_WINDOWS[kind]: traffic.window(solver)} if kind in _WINDOWS else {}
     first = kind is deqfast.Broyden  # torchdeq does not count its first evaluation
-    return functools.partial(get_solver(_TORCHDEQ[kind]), **options), solver.max_iter - first
+    return functools.partial(get_solver(TORCHDEQ[kind]), **options), solver.max_iter - first
 
 
 def _stop_mode(solver: Any) -> str:
@@ -68,7 +68,7 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
     from torchdeq import get_deq
     from torchdeq.solver import register_solver
 
-    name = f"{_TORCHDEQ[type(solver)]} {run.keywords}"
+    name = f"{TORCHDEQ[type(solver)]} {run.keywords}"
     register_solver(name, run)  # the backward solve takes a window in no other way
     settings = {"f_solver": name, "f_max_iter": max_iter, "f_tol": solver.tol, "f_stop_mode": _stop_mode(solver)}
     if adjoint == "implicit":

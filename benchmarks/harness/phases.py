@@ -241,8 +241,8 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
             left.sub_(1)
 
         graphs = [captured(part) for part in (begin, body)]
-        addresses = [graph.raw_cuda_graph() for graph in graphs]
-        loop = module.while_graph(*addresses, 0, left.data_ptr(), made.data_ptr(), 1 << 20)
+        addresses = tuple(graph.raw_cuda_graph() for graph in graphs)
+        loop = module.while_graph(addresses, ((left.data_ptr(), made.data_ptr(), 1 << 20),))
         launch = partial(module.launch_graph, loop, torch.cuda.current_stream().cuda_stream)
         launch()
         if (made.item(), left.item()) != (length, 0):

@@ -42,26 +42,14 @@ def times(value: float) -> str:
     return f"{digits(value)}×"
 
 
-def percent(share: float) -> str:
-    return f"{digits(100 * share)} %"
-
-
-def megabytes(count: float) -> str:
-    return f"{digits(1e-6 * count)} MB"
-
-
-def hours(value: float) -> str:
-    return f"{digits(value)} h"
-
-
 # Column of a measured row -> its format. Other columns are counts, or means of counts.
 FORMS: dict[str, Form] = {
     **dict.fromkeys(("ms", "ms_min", "f_ms", "solver_ms"), duration),
     **dict.fromkeys(("share_of_f", "floor_x", "times_explicit", "flop_ratio", "over_flop"), times),
     **dict.fromkeys(("residual", "error"), scientific),
-    "peak_bytes": megabytes,
-    **dict.fromkeys(("busy", "nc_share", "accuracy", "accuracy_of_few"), percent),
-    "paper_hours": hours,
+    "peak_bytes": lambda count: f"{digits(1e-6 * count)} MB",
+    **dict.fromkeys(("busy", "nc_share", "accuracy", "accuracy_of_few"), lambda share: f"{digits(100 * share)} %"),
+    "paper_hours": lambda value: f"{digits(value)} h",
 }
 
 

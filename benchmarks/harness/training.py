@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .counters import count
+from .counters import count, evaluations
 from .entry import KERNELS, Case, Contender, check, crossed, kernel_of
 from .maps import autocast, relative_residual
 from .peers import explicit_layer, torchdeq_layer
@@ -76,12 +76,8 @@ class Setup:
 
     def calls(self, function: Function) -> int:
         """Calls of the cell in a forward and backward pass."""
-        calls: list[Any] = []
         part = {"residual": "conv1", "fc": "injection", "linear": ""}[self.layer.cell]
-        handle = self.cell.get_submodule(part).register_forward_hook(lambda *call: calls.append(None))
-        self.step(function)
-        handle.remove()
-        return len(calls)
+        return evaluations(self.cell.get_submodule(part), lambda: self.step(function))
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:

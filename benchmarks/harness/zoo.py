@@ -1,8 +1,10 @@
-"""Rows of the section of published models: how each is built, its options as published, and its size."""
+"""How each published model of benchmarks/zoo.json is built. A row there has its options as published, and its size."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from torch.nn import functional
 
 from deqfast import compat
 
-from .models import GET, PEER, SETS, ZOO, Built, Model, Module, imported
+from .models import PEER, Built, Model, Module, imported
 
 Args = argparse.Namespace
 
@@ -166,64 +168,15 @@ def recall(file: Module, args: Args) -> Built:
     return Built(model, lambda: model.run(tokens), loss)
 
 
-FP32 = torch.float32
-LM = dict(n_head=4, d_model=128, d_head=32, d_inner=512)
-FIFTH_LM = dict(n_head=10, d_model=140, d_head=14, d_inner=2960)
-WT103 = [20_000, 40_000, 200_000, 267_735]
-_LM = (ZOO, "deq-zoo/deq-lm", "models.deq_transformer")
-_UNROLLED = "--f_stop_mode rel --f_max_iter 0 --grad 12 --eval_f_max_iter 12"
-_SEQ = "--ift --f_solver broyden --b_solver broyden --f_stop_mode rel --b_stop_mode rel --f_tol 1e-3 --b_tol 1e-3"
-_INR = (ZOO, "deq-zoo/deq-inr", "modules.models", "--f_max_iter 100 --grad 3")
-_MDEQ = (ZOO, "deq-zoo/mdeq/mdeq_cifar/mdeq", "models.mdeq")
-_GET = (GET, "", "models.get")
-_IGNN = (ZOO, "deq-zoo/ignn/nodeclassification", "models_PPI")
-_SPECTRAL = "--norm_type spectral_norm --norm_clip --grad 5 --tau 0.5"
-_FLOW = (ZOO, "deq-zoo/deq-flow", "core.deq_flow")
-_STATES = "--f_max_iter 36 --f_solver simple_fixed_point_iter --n_states 6 --grad 1"
-_DDIM = (ZOO, "deq-zoo/deq-ddim", "functions.latent_space_opt_sddim", "--f_solver anderson --f_max_iter 15 --tau 0.1")
-_SET = (SETS, "", "src.model", "")
-ANDERSON = "Anderson, 15 iterations, `lam=1e-3`"
-PHANTOM = "`fixed_point_iter`, 40 iterations, `grad=5`, `tau=0.5`, `spectral_norm`"
-ROWS = (
-    Model("DEQ-LM, two segments", "`f_max_iter=0`, `grad=12`, `mem_gc`", *_LM, _UNROLLED,
-          partial(language, sizes=LM, tokens=(4, 32), cutoffs=[50, 100, 150, 200])),
-    Model("DEQ-seq", "Broyden both ways, 35 iterations, `ift`, `jac_reg`", ZOO, "deq-zoo/deq-seq",
-          "models.deq_transformer", f"{_SEQ} --f_max_iter 35 --b_max_iter 35", sequence),
-    Model("DEQ-INR, 400 samples", "`fixed_point_iter`, 100 iterations, `grad=3`", *_INR, coordinates),
-    Model("DEQ-INR, `skip_solver=True`", "`f_max_iter=0` in the call, `grad=3`", *_INR,
-          partial(coordinates, skip_solver=True)),
-    Model("MDEQ (CIFAR, small)", "Broyden, 22 iterations, `grad=5`, `tau=0.5`, a list of states", *_MDEQ,
-          "--f_solver broyden --f_max_iter 22 --grad 5 --tau 0.5", partial(multiscale, config="small.yaml", batch=2)),
-    Model("GET", "`f_max_iter=0`, `grad=6`, `sup_gap=1`", *_GET,
-          "--grad 6 --sup_gap 1 --f_max_iter 0 --eval_f_max_iter 6 --norm_type none", generative),
-    Model("GET with a solve", "the same with `f_max_iter=4`", *_GET,
-          "--grad 6 --sup_gap 1 --f_max_iter 4 --eval_f_max_iter 6 --norm_type none", generative),
-    Model("IGNN (PPI), 300 nodes", PHANTOM, *_IGNN, _SPECTRAL, partial(proteins, nodes=300, edges=3000, hidden=32)),
-    Model("DEQ-Flow (base)", "`simple_fixed_point_iter`, 36 iterations, `n_states=6`", *_FLOW, _STATES,
-          partial(flow, height=128, width=128), FP32),
-    Model("DEQ-Flow (base) with `ift`", "`fixed_point_iter`, 24 iterations both ways, `ift`", *_FLOW,
-          "--ift --f_max_iter 24 --b_max_iter 24", partial(flow, height=128, width=128), FP32),
-    Model("DEQ-DDIM", ANDERSON, *_DDIM, partial(diffusion, size=16, channels=32, steps=10), FP32),
-    Model("deq-sets, SetDEQ", "`fixed_point_iter`, 30 iterations", *_SET, partial(sets, update="deepsets")),
-    Model("deq-sets, SetDEQ with attention", "the same", *_SET, partial(sets, update="attn")),
-    Model("deq-sets, MPNN without DropEdge", "`fixed_point_iter`, 40 iterations", SETS, "", "experiments.mpnn_deq", "",
-          partial(graph, name="MPNNDEQ", edge_drop=0.0)),
-    Model("deq-sets, MPNN with DropEdge in f", "the same", SETS, "", "experiments.mpnn_deq", "",
-          partial(graph, name="MPNNDEQ")),
-    Model("deq-sets, FAGCN with DropEdge in f", "the same", SETS, "", "experiments.fagcn_deq_train", "",
-          partial(graph, name="FAGCNDEQ")),
-    Model("deq-sets, soft FAGCN", "Broyden, 30 iterations", SETS, "", "experiments.fagcn_deq_broyden", "",
-          partial(graph, name="SoftFAGCN")),
-    Model("deq-sets, SeqDEQ", "Anderson both ways, 60 and 30 iterations, `ift`", SETS, "",
-          "experiments.sliding_window_reach", "", recall),
-    Model("DEQ-LM, a fifth of its width", "`f_max_iter=0`, `grad=12`, `mem_gc`", *_LM, _UNROLLED,
-          partial(language, sizes=FIFTH_LM, tokens=(2, 30), cutoffs=WT103), FP32, whole=True),
-    Model("MDEQ (CIFAR, large)", "Broyden, 18 iterations, `grad=5`, `tau=0.7`, a list of states", *_MDEQ,
-          "--f_solver broyden --f_max_iter 18 --grad 5 --tau 0.7",
-          partial(multiscale, config="large.yaml", batch=2), FP32, whole=True),
-    Model("IGNN (PPI), a graph of its size", PHANTOM, *_IGNN, _SPECTRAL,
-          partial(proteins, nodes=2245, edges=61_318, hidden=64), FP32, whole=True),
-    Model("DEQ-Flow (base), 128 x 176", "`simple_fixed_point_iter`, 36 iterations, `n_states=6`", *_FLOW, _STATES,
-          partial(flow, height=128, width=176), FP32, whole=True),
-    Model("DEQ-DDIM, 32 x 32", ANDERSON, *_DDIM, partial(diffusion, size=32, channels=32, steps=10), FP32, whole=True),
-)  # fmt: skip
+BUILDERS: tuple[Callable[..., Built], ...] = (
+    *(language, sequence, coordinates, multiscale, generative, proteins, flow, diffusion, sets, graph, recall),
+)
+
+
+def _model(build: str, given: Mapping[str, Any] = {}, dtype: str = "float64", **about: Any) -> Model:
+    builder = next(one for one in BUILDERS if one.__name__ == build)
+    made = partial(builder, **given) if given else builder
+    return Model(**{"folder": "", "flags": ""} | about, build=made, dtype=getattr(torch, dtype))
+
+
+ROWS = [_model(**row) for row in json.loads(Path(__file__).parents[1].joinpath("zoo.json").read_text())]

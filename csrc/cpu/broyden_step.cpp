@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "bound.h"
-#include "judged.h"
+#include "halves.h"
 #include "loops.h"
 
 namespace deqfast {
@@ -63,15 +63,16 @@ struct BroydenStep : SampleStep {
     }
   }
 
-  // Enter the newest step in the Gram matrix, and solve for the coefficients by forward recurrence. Returns whether the
-  // step of these coefficients can be taken.
-  bool find_coefficients(int64_t row, Sums sums, Sample& sample) const {
+  // Enter the newest step in the Gram matrix, and solve for the coefficients by forward recurrence, from the dots of both
+  // with the steps. Returns whether the step of these coefficients can be taken.
+  template <class Dots>
+  bool find_coefficients(int64_t row, const Dots& with_newest, const Dots& with_g, Sample& sample) const {
     T* gram = a.gram + row * a.rows * a.rows;
-    for (int j = 0; j < n; ++j) gram[(n - 1) * a.rows + j] = static_cast<T>(sums.total(ss + j));
+    for (int j = 0; j < n; ++j) gram[(n - 1) * a.rows + j] = static_cast<T>(with_newest(j));
     bool finite = true;
     for (int j = sample.first; j < n; ++j) {
       const T* of_j = gram + j * a.rows;
-      double sum = sums.total(sg + j);
+      double sum = with_g(j);
       for (int i = sample.first; i < j; ++i) {
         if (sample.c[i] != 0.0) sum += static_cast<double>(of_j[i + 1]) * sample.c[i];  // a dot may have overflowed
       }
@@ -85,8 +86,29 @@ struct BroydenStep : SampleStep {
   void solve(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || a.rule.last) return;
+    const auto dots_from = [&](int slot) { return [=](int j) { return sums.total(slot + j); }; };
+    find_weights(row, dots_from(ss), dots_from(sg), sample);
+  }
+
+  void put_sums(int64_t, Sums sums, T* to) const {
+    for (int slot = 0; slot < kJudgedSlots; ++slot) to[slot] = static_cast<T>(sums.total(slot));
+    for (int j = 0; j < n; ++j) {
+      to[kJudgedSlots + j] = static_cast<T>(sums.total(ss + j));
+      to[kJudgedSlots + n + j] = static_cast<T>(sums.total(sg + j));
+    }
+  }
+
+  void take_sums(int64_t row, const T* from, Sample& sample) const {
+    const auto dots_from = [&](int i) { return [=](int j) { return static_cast<double>(from[i + j]); }; };
+    find_weights(row, dots_from(kJudgedSlots), dots_from(kJudgedSlots + n), sample);
+  }
+
+  template <class Dots>
+  void find_weights(int64_t row, const Dots& with_newest, const Dots& with_g, Sample& sample) const {
     sample.first = std::clamp(a.first[row], 0, n);
-    if (n && !find_coefficients(row, sums, sample)) sample.first = a.first[row] = n;  // a new start with a Picard step
+    if (n && !find_coefficients(row, with_newest, with_g, sample)) {
+      sample.first = a.first[row] = n;  // a new start with a Picard step
+    }
     sample.scale = sample.first < n ? 1.0 / (1.0 - sample.c[n - 1]) : 1.0;
     for (int i = sample.first; i + 1 < n; ++i) sample.weight[i] = static_cast<T>(-sample.c[i]);
   }
@@ -116,7 +138,7 @@ struct BroydenStep : SampleStep {
   }
 };
 
-struct Kernels : OnHost {
+struct Kernels : OnHost, Halves<BroydenStep> {
   template <class T>
   static void run(const BroydenParams<T>& params, const Tensor&) {
     share_out(BroydenStep{params});
@@ -159,6 +181,8 @@ DEQFAST_LOOP(broyden_loop, BroydenLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("broyden_step", TORCH_BOX(&Flat<&broyden_step<Kernels>>::Op::call));
+  m.impl("broyden_sums", TORCH_BOX(&broyden_sums<Kernels>));
+  m.impl("broyden_apply", TORCH_BOX(&broyden_apply<Kernels>));
   m.impl("broyden_step_bind", TORCH_BOX(&Flat<&Bound::call>::Op::call));
   m.impl("broyden_loop", TORCH_BOX(&loop_op<BroydenLoop>));
 }

@@ -2,8 +2,7 @@
 // Either sweep reads one matrix of the history.
 #include <torch/csrc/stable/library.h>
 
-#include "../common/steps.h"
-#include "judged.h"
+#include "halves.h"
 #include "loops.h"
 #include "window.h"
 
@@ -74,6 +73,7 @@ struct MultisecantStep : SampleStep {
   bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
   bool needs_dots() const { return n > 0 && !left_is_y(a.method); }  // of the new step with DF
   int64_t history(int64_t row) const { return static_cast<int64_t>(a.history) * dim * row; }
+  Gram<T> gram_of(int64_t row) const { return {a.gram + row * (a.history + 2) * a.history, a.history}; }
 
   // Form g, complete the newest pair, and take every dot with the left history. One loop for all methods, so that the
   // dots are compiled once.
@@ -103,13 +103,41 @@ struct MultisecantStep : SampleStep {
   void solve(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || n == 0) return;
-    const int m = a.history;
-    const Gram<T> gram{a.gram + row * (m + 2) * m, m};
+    const Gram<T> gram = gram_of(row);
     for (int slot = kSlots; slot < slots(kSweep1); ++slot) sample.dots[slot - kSlots] = sums.total(slot);
     const double *lg = sample.dots.data(), *ly = lg + n, *ls = ly + n;
     enter_pair(gram, &gram.at(window.newest(), 0), ly, ls, static_cast<T>(sums.total(kSSq)),
                static_cast<T>(sums.total(kYSq)), window, a.method, a.beta, OneLane());
     for (int j = 0; j < n; ++j) sample.t[j] = static_cast<T>(lg[j]);
+    solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), window, a.method, a.ridge);
+  }
+
+  void put_sums(int64_t row, Sums sums, T* to) const {
+    const SumsOfPairs at(n, a.method);
+    const auto total = [&](int slot) { return static_cast<T>(sums.total(slot)); };
+    for (int slot = 0; slot < kJudgedSlots; ++slot) to[slot] = total(slot);
+    for (int j = 0; j < n; ++j) {
+      to[at.g + j] = total(lg + j);
+      to[at.y + j] = total(ly + j);
+    }
+    to[at.squares] = total(left_is_y(a.method) ? kYSq : kSSq);
+    to[at.squares + 1] = total(kYSq);
+    if (left_is_y(a.method)) return;
+    const T* dots = &gram_of(row).at(window.newest(), 0);  // of the newest step with DF, over this part
+    for (int j = 0; j < n; ++j) {
+      to[at.row + j] = a.method == kAndersonI ? (dots[j] - total(ls + j)) / a.beta : dots[j];
+    }
+  }
+
+  void take_sums(int64_t row, const T* from, Sample& sample) const {
+    if (n == 0) return;
+    const SumsOfPairs at(n, a.method);
+    const Gram<T> gram = gram_of(row);
+    const T *dots = from + (left_is_y(a.method) ? at.y : at.row), *squares = from + at.squares;
+    std::copy(dots, dots + n, &gram.at(window.newest(), 0));
+    enter_pair(gram, dots, from + at.y, from + at.y, squares[0], squares[1], window,
+               left_is_y(a.method) ? a.method : kBroydenGood, a.beta, OneLane());
+    std::copy(from + at.g, from + at.g + n, sample.t.begin());
     solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), window, a.method, a.ridge);
   }
 
@@ -208,7 +236,7 @@ struct TransposedStep : SampleStep {
   }
 };
 
-struct Kernels : OnHost {
+struct Kernels : OnHost, Halves<MultisecantStep> {
   using BFloat16 = deqfast::BFloat16;
   static constexpr int64_t max_history = 1 << 15;
 
@@ -264,6 +292,8 @@ DEQFAST_LOOP(multisecant_loop, MultisecantLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("multisecant_step", TORCH_BOX(&Flat<&multisecant_step<Kernels>>::Op::call));
+  m.impl("multisecant_sums", TORCH_BOX(&multisecant_sums<Kernels>));
+  m.impl("multisecant_apply", TORCH_BOX(&multisecant_apply<Kernels>));
   m.impl("multisecant_loop", TORCH_BOX(&loop_op<MultisecantLoop>));
   m.impl("multisecant_transposed", TORCH_BOX(&Flat<&multisecant_transposed<Kernels>>::Op::call));
 }

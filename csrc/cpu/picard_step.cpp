@@ -2,7 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "bound.h"
-#include "judged.h"
+#include "halves.h"
 #include "loops.h"
 
 namespace deqfast {
@@ -39,6 +39,11 @@ struct PicardStep : SampleStep {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
   }
 
+  void put_sums(int64_t, Sums sums, T* to) const {
+    for (int slot = 0; slot < kJudgedSlots; ++slot) to[slot] = static_cast<T>(sums.total(slot));
+  }
+  void take_sums(int64_t, const T*, Sample&) const {}
+
   DEQFAST_INLINE void sweep2(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
     T* z = a.z + row * dim + chunk.begin;
     const T* fz = a.fz + row * dim + chunk.begin;
@@ -55,7 +60,7 @@ struct PicardStep : SampleStep {
   }
 };
 
-struct Kernels : OnHost {
+struct Kernels : OnHost, Halves<PicardStep> {
   template <class T>
   static void run(const PicardParams<T>& params, const Tensor&) {
     share_out(PicardStep{params});
@@ -89,6 +94,8 @@ DEQFAST_LOOP(picard_loop, PicardLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("picard_step", TORCH_BOX(&Flat<&picard_step<Kernels>>::Op::call));
+  m.impl("picard_sums", TORCH_BOX(&picard_sums<Kernels>));
+  m.impl("picard_apply", TORCH_BOX(&picard_apply<Kernels>));
   m.impl("picard_step_bind", TORCH_BOX(&Flat<&Bound::call>::Op::call));
   m.impl("picard_loop", TORCH_BOX(&loop_op<PicardLoop>));
 }

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../common/steps.h"
+#include "../common/halves.h"
 #include "block.cuh"
 #include "convert.cuh"
 #include "window.cuh"
@@ -216,16 +216,17 @@ struct SmallSolve {
 };
 
 // Enter the newest pair in the fetched window matrix, and solve for gamma, by the first warp. The first of the sample's
-// blocks writes the pair's row, column and squares back. Gamma is complete for all threads on return.
+// blocks writes the pair's row, column and squares back. Gamma is complete for all threads on return. `entered`: the
+// method by which the pair is entered.
 template <class T, class H>
 __device__ void solve_sample(const MultisecantParams<T, H>& p, const Window& window, int64_t row, const T* old_row,
-                             const T* sums, SmallSolve<T>& small) {
+                             const T* sums, SmallSolve<T>& small, int64_t entered) {
   const int m = p.history, n = window.size(), newest = window.newest(), j = threadIdx.x;
   if (threadIdx.x < 32) {
     const Gram<T> gram = small.matrix(m);
     if (j < n) small.t[j] = sums[kDots + j];
     enter_pair(gram, old_row ? old_row : &gram.at(newest, 0), sums + kDots + n, sums + kDots + 2 * n, sums[kSSq],
-               sums[kYSq], window, p.method, p.beta, WarpLanes{j});
+               sums[kYSq], window, entered, p.beta, WarpLanes{j});
     T* whole = p.gram + row * (m + 2) * m;
     if (blockIdx.y == 0 && j < n) {
       whole[newest * m + j] = gram.at(newest, j);
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kMost<T, H, kMaxDots, kWithLs>, 1) multisecant
     carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
   }
-  if (window.size() > 0) solve_sample<T, H>(p, window, row, nullptr, sums.totals, small);
+  if (window.size() > 0) solve_sample<T, H>(p, window, row, nullptr, sums.totals, small, p.method);
   T dots[kMaxDots + 1] = {};
   sweep_right<T, H, kMaxDots, kVector>(p, window, row, columns, verdict.improved, small.gamma, dots);
   const int n = window.size();
@@ -369,7 +370,7 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
     carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
   }
-  if (n) solve_sample<T, H>(p, window, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, small);
+  if (n) solve_sample<T, H>(p, window, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, small, p.method);
   T dots[kMaxDots + 1] = {};
   sweep_right<T, H, kMaxDots, kVector>(p, window, row, columns, verdict.improved, small.gamma, dots);
   if (kMaxDots == 0 || n == 0) return;
@@ -440,6 +441,127 @@ void launch(const MultisecantParams<T, H>& params, const Tensor& z) {
   } else {
     launch_with_dots<T, H, false, kVector>(params, z);
   }
+}
+
+// Rows that are parts of samples: the sums of a block's columns, ...
+template <class T, class H, bool kWithLs, int kVector>
+__global__ void __launch_bounds__(kThreads, 2)
+    multisecant_row_sums_kernel(const MultisecantParams<T, H> p, T* partials) {
+  __shared__ BlockSums<T, kMaxSums> sums;
+  __shared__ Window window;
+  const int64_t row = blockIdx.x;
+  if (p.monitor.status[row] != kRunning) return;
+  if (threadIdx.x == 0) window = Window(p.rule.k, p.history, p.history);
+  __syncthreads();
+  sweep_left<T, H, kWithLs, kVector>(p, window, row, Columns(p.dim), sums);
+  T* to = partials + (row * gridDim.y + blockIdx.y) * kMaxSums;
+  for (int v = threadIdx.x; v < sums_of(p, window); v += blockDim.x) to[v] = sums.totals[v];
+}
+
+// ... those of a row, as the op returns them, by a thread for each pair, ...
+template <class T, class H>
+__global__ void multisecant_row_join_kernel(const MultisecantParams<T, H> p, const T* partials, unsigned parts,
+                                            const RowSums<T> own) {
+  const int64_t row = blockIdx.x;
+  if (p.monitor.status[row] != kRunning) return;
+  const Window window(p.rule.k, p.history, p.history);
+  const int n = window.size(), j = threadIdx.x, m = p.history;
+  const SumsOfPairs at(n, p.method);
+  T* to = own.sums + row * own.width;
+  const auto total = [&](int v) {
+    T sum = 0;
+    for (unsigned part = 0; part < parts; ++part) sum += partials[(row * parts + part) * kMaxSums + v];
+    return sum;
+  };
+  if (j < 2) to[j] = total(j == 0 ? kResSq : kFSq);
+  if (j < 2) to[at.squares + j] = total(j == 0 && !left_is_y(p.method) ? kSSq : kYSq);
+  if (j >= n) return;
+  to[at.g + j] = total(kDots + j);
+  to[at.y + j] = total(kDots + n + j);
+  if (left_is_y(p.method)) return;
+  const T dot = p.gram[(row * (m + 2) + window.newest()) * m + j];  // of the newest step with DF, over this part
+  to[at.row + j] = p.method == kAndersonI ? (dot - total(kDots + 2 * n + j)) / p.beta : dot;
+}
+
+// ... the step, by the sums of all parts and a verdict; the dots of the new step with DF, by block, ...
+template <class T, class H, int kMaxDots, int kVector>
+__global__ void __launch_bounds__(kThreads, kMaxDots == 0 ? 2 : 1)
+    multisecant_row_step_kernel(const MultisecantParams<T, H> p, const RowSums<T> own, T* dots_of_blocks) {
+  __shared__ BlockSums<T, kMaxSums> sums;
+  __shared__ SmallSolve<T> small;
+  __shared__ Window window;
+  const int64_t row = blockIdx.x;
+  const Verdict verdict = verdict_of(own.verdict[row]);
+  const Columns columns(p.dim);
+  if (!verdict.advance) {
+    carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+    return;
+  }
+  if (threadIdx.x == 0) window = Window(p.rule.k, p.history, p.history);
+  __syncthreads();
+  const int n = window.size(), m = p.history, j = threadIdx.x;
+  if (n > 0) {
+    const SumsOfPairs at(n, p.method);
+    const T* from = own.sums + row * own.width;
+    const bool y = left_is_y(p.method);
+    small.fetch(p.gram + row * (m + 2) * m, m);
+    if (j < n) {
+      sums.totals[kDots + j] = from[at.g + j];
+      sums.totals[kDots + n + j] = from[at.y + j];
+    }
+    if (j < 2) sums.totals[j == 0 ? kSSq : kYSq] = from[at.squares + j];
+    wait_for_copies();
+    __syncthreads();
+    if (j < n && !y) small.matrix(m).at(window.newest(), j) = from[at.row + j];
+    __syncthreads();
+    solve_sample<T, H>(p, window, row, nullptr, sums.totals, small, y ? p.method : int64_t(kBroydenGood));
+  }
+  T dots[kMaxDots + 1] = {};
+  sweep_right<T, H, kMaxDots, kVector>(p, window, row, columns, verdict.improved, small.gamma, dots);
+  if (kMaxDots == 0 || n == 0) return;
+  sum_dots<T, kMaxDots>(dots, n, sums);
+  if (j < n) dots_of_blocks[(row * gridDim.y + blockIdx.y) * kMaxGpuHistory + j] = sums.totals[j];
+}
+
+// ... and of a row.
+template <class T, class H>
+__global__ void multisecant_row_dots_kernel(const MultisecantParams<T, H> p, const RowSums<T> own,
+                                            const T* dots_of_blocks, unsigned blocks) {
+  const int64_t row = blockIdx.x;
+  const Window window(p.rule.k, p.history, p.history);
+  const int j = threadIdx.x, m = p.history;
+  if (!verdict_of(own.verdict[row]).advance || j >= window.size()) return;
+  T total = 0;
+  for (unsigned block = 0; block < blocks; ++block) total += dots_of_blocks[(row * blocks + block) * kMaxGpuHistory + j];
+  p.gram[(row * (m + 2) + window.next()) * m + j] = total;
+}
+
+template <class T, class H, bool kWithLs, int kVector>
+void launch_sums(const MultisecantParams<T, H>& params, const RowSums<T>& own, const Tensor& z) {
+  const unsigned batch = grid_of(params.monitor.batch, "multisecant_sums");
+  const auto kernel = &multisecant_row_sums_kernel<T, H, kWithLs, kVector>;
+  const unsigned parts = blocks_per_sample(kernel, batch, params.dim, z.get_device_index());
+  const cudaStream_t stream = current_stream(z);
+  const Tensor memory = workspace(z, int64_t(batch) * parts * kMaxSums * sizeof(T));
+  T* partials = static_cast<T*>(memory.mutable_data_ptr());
+  multisecant_row_sums_kernel<T, H, kWithLs, kVector><<<dim3(batch, parts), kThreads, 0, stream>>>(params, partials);
+  multisecant_row_join_kernel<T, H><<<batch, kMaxGpuHistory, 0, stream>>>(params, partials, parts, own);
+  check_launch("multisecant_sums");
+}
+
+template <class T, class H, int kMaxDots, int kVector>
+void launch_step(const MultisecantParams<T, H>& params, const RowSums<T>& own, const Tensor& z) {
+  const unsigned batch = grid_of(params.monitor.batch, "multisecant_apply");
+  const auto kernel = &multisecant_row_step_kernel<T, H, kMaxDots, kVector>;
+  const unsigned blocks = blocks_per_sample(kernel, batch, params.dim, z.get_device_index());
+  const cudaStream_t stream = current_stream(z);
+  const Tensor memory = workspace(z, int64_t(batch) * blocks * kMaxGpuHistory * sizeof(T));
+  T* dots = static_cast<T*>(memory.mutable_data_ptr());
+  multisecant_row_step_kernel<T, H, kMaxDots, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, own, dots);
+  if (kMaxDots > 0 && params.rule.k > 0) {
+    multisecant_row_dots_kernel<T, H><<<batch, kMaxGpuHistory, 0, stream>>>(params, own, dots, blocks);
+  }
+  check_launch("multisecant_apply");
 }
 
 // out = alpha (beta v - L gamma), N^T gamma = DF^T v. Several blocks share a long sample: a first launch leaves DF^T v of
@@ -577,6 +699,30 @@ struct Kernels : OnDevice {
     }
   }
   template <class T, class H>
+  static void sums(const MultisecantParams<T, H>& params, const RowSums<T>& own, const Tensor& z) {
+    if (params.monitor.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+    constexpr int kVector = 16 / sizeof(H);
+    const bool fits = aligned<kVector>(params.dim, params.z, params.fz, params.f_prev, params.left, params.df);
+    if (params.method == kAndersonI) {
+      fits ? launch_sums<T, H, true, kVector>(params, own, z) : launch_sums<T, H, true, 1>(params, own, z);
+    } else {
+      fits ? launch_sums<T, H, false, kVector>(params, own, z) : launch_sums<T, H, false, 1>(params, own, z);
+    }
+  }
+  template <class T, class H>
+  static void apply(const MultisecantParams<T, H>& params, const RowSums<T>& own, const Tensor& z) {
+    if (params.monitor.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+    constexpr int kVector = 16 / sizeof(H), kDots = kMaxGpuHistory;
+    const bool fits = aligned<kVector>(params.dim, params.z, params.fz, params.best, params.left, params.df);
+    if (left_is_y(params.method)) {
+      fits ? launch_step<T, H, 0, kVector>(params, own, z) : launch_step<T, H, 0, 1>(params, own, z);
+    } else {
+      fits ? launch_step<T, H, kDots, kVector>(params, own, z) : launch_step<T, H, kDots, 1>(params, own, z);
+    }
+  }
+  template <class T, class H>
   static void run(const TransposedParams<T, H>& params, const Tensor& v) {
     if (params.batch == 0) return;
     const torch::stable::accelerator::DeviceGuard guard(v.get_device_index());
@@ -593,6 +739,8 @@ struct Kernels : OnDevice {
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
   m.impl("multisecant_step", TORCH_BOX(&Flat<&multisecant_step<Kernels>>::Op::call));
+  m.impl("multisecant_sums", TORCH_BOX(&multisecant_sums<Kernels>));
+  m.impl("multisecant_apply", TORCH_BOX(&multisecant_apply<Kernels>));
   m.impl("multisecant_transposed", TORCH_BOX(&Flat<&multisecant_transposed<Kernels>>::Op::call));
 }
 

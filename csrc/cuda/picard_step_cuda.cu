@@ -1,7 +1,7 @@
 // picard_step on a GPU: z <- z + damping (f(z) - z). See ../cpu/picard_step.cpp.
 #include <torch/csrc/stable/library.h>
 
-#include "../common/steps.h"
+#include "../common/halves.h"
 #include "block.cuh"
 
 namespace deqfast {
@@ -207,7 +207,75 @@ void launch(const PicardParams<T>& params, const Tensor& z, cudaStream_t stream)
   check_launch("picard_step");
 }
 
+// Rows that are parts of samples: the sums of a block's columns, ...
+template <class T, int kVector>
+__global__ void __launch_bounds__(kThreads, 4) picard_row_sums_kernel(const PicardParams<T> p, T* partials) {
+  __shared__ BlockSums<T, kSums> sums;
+  const int64_t row = blockIdx.x;
+  if (p.monitor.status[row] != kRunning) return;
+  sweep<T, kVector>(p, row, Columns(p.dim), sums);
+  if (threadIdx.x < kSums) partials[(row * gridDim.y + blockIdx.y) * kSums + threadIdx.x] = sums.totals[threadIdx.x];
+}
+
+// ... those of a row, if several blocks share it, ...
+template <class T>
+__global__ void picard_row_join_kernel(const PicardParams<T> p, const T* partials, unsigned parts, T* sums) {
+  const int64_t row = blockIdx.x;
+  if (p.monitor.status[row] != kRunning) return;
+  T total = 0;
+  for (unsigned part = 0; part < parts; ++part) total += partials[(row * parts + part) * kSums + threadIdx.x];
+  sums[row * kSums + threadIdx.x] = total;
+}
+
+// ... and the step, by a verdict.
+template <class T, int kVector>
+__global__ void __launch_bounds__(kThreads, 4) picard_row_step_kernel(const PicardParams<T> p, const int8_t* verdicts) {
+  const int64_t row = blockIdx.x;
+  finish<T, kVector>(p, row, Columns(p.dim), verdict_of(verdicts[row]));
+}
+
+template <class T, int kVector>
+void launch_sums(const PicardParams<T>& params, T* sums, const Tensor& z, cudaStream_t stream) {
+  const unsigned batch = grid_of(params.monitor.batch, "picard_sums");
+  const unsigned parts = blocks_per_sample(&picard_row_sums_kernel<T, kVector>, batch, params.dim, z.get_device_index());
+  const Tensor memory = workspace(z, int64_t(batch) * parts * kSums * sizeof(T));
+  T* partials = parts == 1 ? sums : static_cast<T*>(memory.mutable_data_ptr());
+  picard_row_sums_kernel<T, kVector><<<dim3(batch, parts), kThreads, 0, stream>>>(params, partials);
+  if (parts > 1) picard_row_join_kernel<T><<<batch, kSums, 0, stream>>>(params, partials, parts, sums);
+  check_launch("picard_sums");
+}
+
+template <class T, int kVector>
+void launch_step(const PicardParams<T>& params, const int8_t* verdicts, const Tensor& z, cudaStream_t stream) {
+  const unsigned batch = grid_of(params.monitor.batch, "picard_apply");
+  const unsigned blocks = blocks_per_sample(&picard_row_step_kernel<T, kVector>, batch, params.dim, z.get_device_index());
+  picard_row_step_kernel<T, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, verdicts);
+  check_launch("picard_apply");
+}
+
 struct Kernels : OnDevice {
+  template <class T>
+  static void sums(const PicardParams<T>& params, const RowSums<T>& own, const Tensor& z) {
+    if (params.monitor.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+    constexpr int kVector = 16 / sizeof(T);
+    if (aligned<kVector>(params.dim, params.z, params.fz)) {
+      launch_sums<T, kVector>(params, own.sums, z, current_stream(z));
+    } else {
+      launch_sums<T, 1>(params, own.sums, z, current_stream(z));
+    }
+  }
+  template <class T>
+  static void apply(const PicardParams<T>& params, const RowSums<T>& own, const Tensor& z) {
+    if (params.monitor.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+    constexpr int kVector = 16 / sizeof(T);
+    if (aligned<kVector>(params.dim, params.z, params.fz, params.best)) {
+      launch_step<T, kVector>(params, own.verdict, z, current_stream(z));
+    } else {
+      launch_step<T, 1>(params, own.verdict, z, current_stream(z));
+    }
+  }
   template <class T>
   static void run(const PicardParams<T>& params, const Tensor& z) {
     if (params.monitor.batch == 0) return;
@@ -225,6 +293,8 @@ struct Kernels : OnDevice {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
+  m.impl("picard_sums", TORCH_BOX(&picard_sums<Kernels>));
+  m.impl("picard_apply", TORCH_BOX(&picard_apply<Kernels>));
   m.impl("picard_step", TORCH_BOX(&Flat<&picard_step<Kernels>>::Op::call));
 }
 

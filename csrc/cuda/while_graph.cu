@@ -33,6 +33,31 @@ class Chain {
     last_ = node;
   }
 
+  void add_loop(cudaGraph_t body, Loop loop) {
+    cudaGraphConditionalHandle handle;
+    check_cuda(cudaGraphConditionalHandleCreate(&handle, graph_, 0, cudaGraphCondAssignDefault),
+               "cudaGraphConditionalHandleCreate");
+    bool first = true;
+    void* arguments[] = {&handle, &loop.active, &loop.passes, &loop.most, &first};
+    cudaGraphNodeParams look{};
+    look.type = cudaGraphNodeTypeKernel;
+    look.kernel.func = reinterpret_cast<void*>(&decide);
+    look.kernel.gridDim = dim3(1);
+    look.kernel.blockDim = dim3(1);
+    look.kernel.kernelParams = arguments;
+    add(look);
+    cudaGraphNodeParams node{};
+    node.type = cudaGraphNodeTypeConditional;
+    node.conditional.handle = handle;
+    node.conditional.type = cudaGraphCondTypeWhile;
+    node.conditional.size = 1;
+    add(node);
+    Chain pass(node.conditional.phGraph_out[0]);
+    pass.add_child(body);
+    first = false;
+    pass.add(look);
+  }
+
  private:
   size_t count() const { return last_ ? 1 : 0; }
 
@@ -42,46 +67,23 @@ class Chain {
 
 }  // namespace
 
-WhileGraph::WhileGraph(cudaGraph_t begin, cudaGraph_t body, cudaGraph_t end, const int32_t* active, int32_t* passes,
-                       int32_t most) {
+WhileGraph::WhileGraph(const std::vector<cudaGraph_t>& graphs, const std::vector<Loop>& loops) {
   try {
-    join(begin, body, end, active, passes, most);
+    join(graphs, loops);
   } catch (...) {
     destroy();
     throw;
   }
 }
 
-void WhileGraph::join(cudaGraph_t begin, cudaGraph_t body, cudaGraph_t end, const int32_t* active, int32_t* passes,
-                      int32_t most) {
+void WhileGraph::join(const std::vector<cudaGraph_t>& graphs, const std::vector<Loop>& loops) {
   check_cuda(cudaGraphCreate(&graph_, 0), "cudaGraphCreate");
   Chain whole(graph_);
-  whole.add_child(begin);
-  if (body) {
-    cudaGraphConditionalHandle handle;
-    check_cuda(cudaGraphConditionalHandleCreate(&handle, graph_, 0, cudaGraphCondAssignDefault),
-               "cudaGraphConditionalHandleCreate");
-    bool first = true;
-    void* arguments[] = {&handle, &active, &passes, &most, &first};
-    cudaGraphNodeParams look{};
-    look.type = cudaGraphNodeTypeKernel;
-    look.kernel.func = reinterpret_cast<void*>(&decide);
-    look.kernel.gridDim = dim3(1);
-    look.kernel.blockDim = dim3(1);
-    look.kernel.kernelParams = arguments;
-    whole.add(look);
-    cudaGraphNodeParams loop{};
-    loop.type = cudaGraphNodeTypeConditional;
-    loop.conditional.handle = handle;
-    loop.conditional.type = cudaGraphCondTypeWhile;
-    loop.conditional.size = 1;
-    whole.add(loop);
-    Chain pass(loop.conditional.phGraph_out[0]);
-    pass.add_child(body);
-    first = false;
-    pass.add(look);
-  }
-  if (end) whole.add_child(end);
+  for (size_t i = 0; i < graphs.size(); ++i)
+    if (i % 2)
+      whole.add_loop(graphs[i], loops[i / 2]);
+    else
+      whole.add_child(graphs[i]);
   check_cuda(cudaGraphInstantiate(&exec_, graph_, 0), "cudaGraphInstantiate");
 }
 

@@ -46,7 +46,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
     """Deep equilibrium layer: solves z* = cell(z*, x), and differentiates z* in x and in the cell's parameters.
 
     A sample is solved as a whole. If its cell is causal, as attention with a mask, later tokens still change earlier
-    positions, by about the tolerance.
+    positions, by about the tolerance, unless `causal` is given.
 
     The start z0 is the argument of the call, else `init(x)`, else ``cell.initial_state(x)``, else zeros like x. A cell
     may have further hooks, see ``CellHooks``.
@@ -80,7 +80,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
             collectives. A cell whose parameters are DTensors needs none, see the page More than one process.
         state_group: a process group whose processes have parts of each sample, such as shards of its features or
             positions: all tensors of z and their gradients are the local shards, with all samples. Norms, products and
-            statuses are those of whole samples. For Picard, Anderson, Broyden and Auto on kernel "torch".
+            statuses are those of whole samples. For Picard, Anderson, Broyden and Auto. Not on kernel "triton".
+        causal: the cell is causal along dimension 1 of each tensor of z. Then no later position of x changes an earlier
+            one of z*, see ``solve``. The gradient is solved for whole samples.
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
             and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
             warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
@@ -90,7 +92,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
     Attributes:
         solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace: as above, with
             objects instead of names. Assignments are checked like arguments.
-        lockstep, state_group: likewise.
+        lockstep, state_group, causal: likewise.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
@@ -119,6 +121,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
     trace: bool
     lockstep: Any
     state_group: Any
+    causal: bool
     backward_solution: Solution | None
     _of_mode: dict[Any, Options]
     _solves: Solves
@@ -142,6 +145,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         trace: bool = False,
         lockstep: Any = None,
         state_group: Any = None,
+        causal: bool = False,
         warn: bool = True,
     ):
         super().__init__()
@@ -162,6 +166,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             "trace": trace,
             "lockstep": lockstep,
             "state_group": state_group,
+            "causal": causal,
         }
         options = BlockOptions(**given)  # which converts names
         self.graphs = Graphs(cell) if cuda_graph else None

@@ -49,6 +49,9 @@ def fixed_point(
     kernel: str = "auto",
     drop_converged: bool = False,
     trace: bool = False,
+    lockstep: Any = None,
+    state_group: Any = None,
+    causal: bool = False,
     warn: bool = True,
     return_solution: bool = False,
 ) -> Any:
@@ -70,6 +73,8 @@ def fixed_point(
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         drop_converged: give f only the rows of z and `args` whose samples still run, as for ``DEQBlock``.
         trace: record residuals in the Solution, as for ``DEQBlock``.
+        lockstep, state_group: process groups, as for ``DEQBlock``.
+        causal: f is causal along dimension 1 of each tensor of z, as for ``DEQBlock``.
         warn: warn at every call, as for ``DEQBlock``.
         return_solution: return the Solution too.
 
@@ -96,7 +101,8 @@ def fixed_point(
         tensor([0.2500, 0.1250])
     """
     options: dict[str, Any] = dict(solver=solver, adjoint=adjoint, scale=scale, per_sample=per_sample, stop_fn=stop_fn)
-    options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, warn=warn)
+    options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, causal=causal, warn=warn)
+    options |= dict(lockstep=lockstep, state_group=state_group)
     return untraced(_solve, _Spread(f), z0, args, groups, return_solution, options)
 
 
@@ -141,6 +147,8 @@ def root(
     kernel: str = "auto",
     drop_converged: bool = False,
     trace: bool = False,
+    lockstep: Any = None,
+    state_group: Any = None,
     warn: bool = True,
     return_solution: bool = False,
 ) -> Any:
@@ -162,7 +170,7 @@ def root(
         adjoint: how gradients are found, as for ``DEQBlock``.
         sign: s, 1 or -1; None: sign and size are found for each row of z0, or for each of the `groups`. This costs
             three evaluations of g: at z0, near z0, and about as far from z0 as z0 is long, plus 1 for each number. If
-            the last is not finite, the second decides.
+            the last is not finite, the second decides. With `state_group` it must be given.
         return_solution: return the Solution too, whose residual is |g| if the tolerance is absolute.
 
     Returns:
@@ -181,8 +189,11 @@ def root(
     signs = (None, 1, -1)
     if sign not in signs:
         raise ValueError(f"sign must be 1, -1 or None, got {sign!r}")
+    if sign is None and state_group is not None:
+        raise ValueError("sign must be 1 or -1 with state_group: a process sees g of its own parts only, got None")
     options: dict[str, Any] = dict(solver=solver, adjoint=adjoint, scale=scale, per_sample=per_sample, stop_fn=stop_fn)
     options |= dict(kernel=kernel, drop_converged=drop_converged, trace=trace, warn=warn)
+    options |= dict(lockstep=lockstep, state_group=state_group)
     return untraced(_solve_root, g, z0, args, sign, groups, return_solution, options)
 
 

@@ -13,7 +13,7 @@ from ..engine.loop import StopFn
 from ..engine.refusals import Option, check_served, kinds
 from ..engine.runners import cuda_graph
 from ..engine.runners.compiled import check_solver
-from ..engine.solve import Options
+from ..engine.solve import Options, check_causal
 from ..gradients import Adjoint, as_adjoint
 from ..ops import check_kernel_name
 from ..solvers import Solver, as_solver
@@ -45,6 +45,7 @@ class BlockOptions:
     trace: bool
     lockstep: Any
     state_group: Any
+    causal: bool
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "solver", as_solver(self.solver))
@@ -53,6 +54,7 @@ class BlockOptions:
         check_kernel_name(self.kernel)
         check_scale(self.scale)
         check_choice("cuda_graph", self.cuda_graph, (False, True))
+        check_choice("causal", self.causal, (False, True))
         check_choice("compile", self.compile, (False, True, "forward"))
         for name in ("init", "stop_fn"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
@@ -60,6 +62,8 @@ class BlockOptions:
         for name in ("lockstep", "state_group"):
             object.__setattr__(self, name, as_ranks(name, getattr(self, name)))
         check_together(self.given())
+        for solver in (self.solver, self.eval_solver or self.solver) if self.causal else ():
+            check_causal(solver, self.kernel)
         own = getattr(self.adjoint, "solver", None)
         if self.cuda_graph and isinstance(own, Solver):
             check_served("cuda_graph", cuda_graph.REFUSES, kinds(own), f" of the adjoint's solver, {own}")
@@ -88,9 +92,11 @@ class BlockOptions:
             trace=self.trace,
             lockstep=self.lockstep or ranks,
             state_group=self.state_group,
+            causal=self.causal,
         )
 
 
-NAMED = ("drop_converged", "trace", "stop_fn", "groups", "scale", "cuda_graph", "compile", "lockstep", "state_group")
+CHOSEN = ("drop_converged", "trace", "stop_fn", "groups", "scale", "cuda_graph", "compile", "causal")
+NAMED = (*CHOSEN, "lockstep", "state_group")
 ASSIGNED = [each.name for each in fields(BlockOptions) if each.name not in ("cuda_graph", "compile")]
 """Options that a block has as attributes, which may be assigned."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from ..engine.refusals import Option, Refusals, check_served
 from ..engine.runners import compiled, cuda_graph
 from ..gradients import SHINE, Reversible, Unrolled
-from ..solvers import MixedAnderson
+from ..solvers import Auto, MixedAnderson
 from ..transforms import export, functorch, opaque_op
 from . import trajectory
 
 _NO_SOLVER: Refusals = dict.fromkeys(
-    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", MixedAnderson), "it runs no solver"
+    ("drop_converged", "trace", "stop_fn", "cuda_graph", "compile", "causal", MixedAnderson), "it runs no solver"
 )
 REFUSED: dict[Option, Refusals] = {
     "cuda_graph": {**cuda_graph.REFUSES, SHINE: "a replay overwrites the history that it needs"},
@@ -28,6 +28,16 @@ REFUSED: dict[Option, Refusals] = {
         MixedAnderson: "the products of its errors are those of one process",
         Unrolled: "it judges samples by one process",
         Reversible: "it judges samples by one process",
+    },
+    "causal": {
+        "groups": "a group has no order of positions",
+        "drop_converged": "positions of one sequence end one after the other: give the cell from_position",
+        "stop_fn": "a rule for whole samples would end positions by what follows them",
+        "state_group": "its sums would have to wait for the processes with earlier positions",
+        "compile": "its loop has no sums over positions",
+        Auto: "its stages would change whole samples by their last positions",
+        MixedAnderson: "the products of its errors are sums over whole samples",
+        SHINE: "each position has its own estimate of the inverse",
     },
     Unrolled: _NO_SOLVER,
     Reversible: _NO_SOLVER,

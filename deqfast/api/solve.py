@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._checks import check_choice
 from ..engine.loop import StopFn
 from ..engine.refusals import check_served, kinds
 from ..engine.solve import Options, Solve
@@ -32,6 +33,7 @@ def solve(
     trace: bool = False,
     lockstep: Any = None,
     state_group: Any = None,
+    causal: bool = False,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -64,6 +66,11 @@ def solve(
         lockstep: a process group of torch.distributed whose processes end the solve together, because f calls
             collectives. See the page More than one process.
         state_group: a process group whose processes have parts of each sample, as for ``DEQBlock``.
+        causal: dimension 1 of each tensor of z0 is a sequence, and f is causal: its value at a position depends on this
+            and earlier positions only. Then the result at a position does so too, bit for bit. Weights and residuals of
+            a position are those of the sequence up to it, and it ends when all earlier ones have. The last position
+            speaks for the sample. An attribute `from_position` of f is called as f.from_position(z, first, value), see
+            ``CellHooks``. For Picard, Anderson and Broyden on kernel "torch", which "auto" then takes.
 
     Returns:
         Solution, whose `value` has the structure, dtypes and memory order of z0.
@@ -85,9 +92,10 @@ def solve(
     solver = as_solver(solver)
     if stop_fn is not None and not callable(stop_fn):
         raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
-    if groups is not None or state_group is not None:
+    check_choice("causal", causal, (False, True))
+    if groups is not None or state_group is not None or causal:
         given = {"groups": groups, "drop_converged": drop_converged or None, "stop_fn": stop_fn}
-        given |= {"state_group": state_group}
+        given |= {"state_group": state_group, "causal": causal or None}
         check_together([*(name for name, value in given.items() if value is not None), *kinds(solver)])
     options = Options(
         solver=solver,
@@ -99,11 +107,13 @@ def solve(
         trace=trace,
         lockstep=as_ranks("lockstep", lockstep),
         state_group=as_ranks("state_group", state_group),
+        causal=causal,
     )
     context = present_context()
     if context == "torch.export":
         options_given = ["stop_fn"] * (stop_fn is not None) + ["trace of a Solution"] * trace
         options_given += ["lockstep"] * (lockstep is not None) + ["state_group"] * (state_group is not None)
+        options_given += ["causal"] * causal
         check_served(context, REFUSED[context], options_given)
         return solve_in_export(f, z0, options)
     if context == "torch.func":

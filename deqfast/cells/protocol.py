@@ -115,6 +115,20 @@ class CellHooks(Protocol):
             kernel: the block's choice, "auto", "triton", "cuda", "cpp" or "torch".
         """
 
+    def from_position(self, z: Any, x: Any, first: int, value: Any) -> Any:
+        """Value of f at the positions from `first` on, (B, T - first, ...) for each tensor of z.
+
+        A block with causal=True calls it in place of the cell once the positions before have ended in all sequences.
+        They then take no part in the evaluation, except in what the others read of them. It is not called in
+        ``trajectory``, nor for gradients, nor under torch.func.
+
+        Args:
+            z: the state at all positions.
+            x: the block's input.
+            first: the first of the positions, at least 1.
+            value: f at the positions before, (B, first, ...): as they have ended, it is what f returned there last.
+        """
+
     def has_settled(self) -> bool:
         """Return whether the module stays the same function in all later solves, up to its parameters and buffers.
 

@@ -81,7 +81,7 @@ class Problem:
     def solve(self, solver: Solver, f: Callable[[Any], Any], z0: Any = None, trace: bool = False) -> Solution:
         """Solution of z = f(z) by any solver."""
         start = self.plan.z0 if z0 is None else z0
-        return Solve(start, replace(self.plan.options, solver=solver, trace=trace))(f, start)
+        return Solve(start, replace(self.plan.options, solver=solver, trace=trace, causal=False))(f, start)
 
     def leaves(self, tree: Any) -> list[Tensor]:
         """Leaves of a tree like z."""

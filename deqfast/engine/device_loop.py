@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ..ops import Kernel
 from ..ops.steps import StopRule
+from ..solution import Late
 from ..solvers import Anderson, Auto, Broyden, MixedAnderson, Picard, Solver
 from ..solvers.base import State, Step
+from ..torch_internals.graphs import Parts
 from .loop import Evaluation
 from .refusals import Option, Refusals, check_served, kinds
 
@@ -24,6 +26,7 @@ REFUSES: Refusals = {
     "drop_converged": _REPLAYS,
     "stop_fn": "it would be asked on the host",
     "lockstep": "a replay asks no other process",
+    "causal": "its sums over positions are not captured",
     MixedAnderson: "its mixing_fn is not captured",
     Auto: "its stages depend on values",
 }
@@ -117,19 +120,28 @@ def capture_loop(loop: DeviceLoop, passes: Tensor) -> None:
         graph.end_capture_to_conditional_node()
 
 
-def advance_in_capture(loop: DeviceLoop) -> int | Callable[[], int]:
-    """Make all evaluations as a part of a CUDA graph that somebody captures; return their number.
+class Loop:
+    """What ends a captured loop: its `active` samples, or `most` of its `passes`, which are on the device."""
 
-    Without loops in this torch, `max_iter` evaluations are captured. Samples that have ended stay as they are.
+    def __init__(self, loop: DeviceLoop, passes: Tensor) -> None:
+        self.active, self.passes, self.most = loop.state.active, passes, loop.most
+
+
+def advance_in_capture(loop: DeviceLoop) -> int | Late:
+    """Make all evaluations as a part of a CUDA graph; return their number in the latest replay.
+
+    Without loops in this torch, `max_iter` evaluations are captured, unless a captured training step is cut into parts.
+    Samples that have ended stay as they are.
     """
     loop.begin()
-    if loop.most and has_loops():
-        capture_loop(loop, torch.zeros(1, dtype=torch.int32, device=loop.state.z.device))
-        return _unknown
+    parts, first = Parts.cutting, loop.first
+    if loop.most and (parts is not None or has_loops()):
+        passes = torch.zeros(1, dtype=torch.int32, device=loop.state.z.device)
+        if parts is not None:
+            parts.cut(loop.body, Loop(loop, passes))
+        else:
+            capture_loop(loop, passes)
+        return Late(lambda passes: first + EACH * int(passes), passes)
     for _ in range(loop.most):
         loop.body()
     return loop.max_iter
-
-
-def _unknown() -> int:
-    raise RuntimeError("a solve in a CUDA graph has as many evaluations as its replay makes: see Solution.iterations")

@@ -197,6 +197,37 @@ class Compaction:
             self.rows = running if len(running) else self.rows
 
 
+class Front:
+    """Evaluations of the positions of a causal solve that may still run.
+
+    They begin with the first one that runs in any sequence; reading its number waits for the device.
+
+    Args:
+        f: the map, whose `from_position` evaluates the positions from a number on.
+    """
+
+    def __init__(self, f: Any, packing: Packing, state: State) -> None:
+        self.f, self.packing, self.state, self.length = f, packing, state, packing.length or 1
+        self.rows = state.z  # f's last value, once it has returned one
+        self.samples = 0  # positions in all evaluations together
+
+    def __call__(self) -> tuple[Any, Tensor]:
+        packing, z = self.packing, self.state.z
+        first = int(self.state.running.view(-1, self.length).any(dim=0).int().argmax())
+        count = packing.batch // self.length
+        self.samples += count * (self.length - first)
+        if not first:
+            value = evaluate(self.f, packing.unpack(z))
+            self.rows = packing.packer(z)(value)
+            return value, self.rows
+        before, part = packing.resized(count, first), packing.resized(count, self.length - first)
+        self.rows = self.rows.clone()
+        known, rest = self.rows.view(count, self.length, -1).split([first, self.length - first], dim=1)
+        value = evaluate(self.f.from_position, packing.unpack(z), first, before.unpack(known.flatten(0, 1)))
+        rest.copy_(part.rows_of_value(value).view_as(rest))
+        return value, self.rows
+
+
 Before = Callable[[Any, Tensor, int], Tensor]
 """Called before step k with f's value and its rows; returns the rows for the step."""
 

@@ -118,7 +118,7 @@ def run(plan: Plan) -> Solution:
     options = plan.options
     in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
     in_parts = in_steps or options.groups is not None or options.scale is not None
-    in_parts = in_parts or options.lockstep is not None or options.state_group is not None
+    in_parts = in_parts or options.lockstep is not None or options.state_group is not None or options.causal
     if not in_parts and attribute(plan.cell, "fixed_point") is not None:
         return _by_cell(plan)
     return _by_solver(plan)
@@ -141,7 +141,10 @@ def in_loop(plan: Plan) -> Solution:
         return plan.solve(plan.options, plan.z0)(
             lambda z, rows: cell(z, x if rows is None else take_rows(x, marks, rows)), plan.z0, False, plan.keep_inverse
         )
-    return plan.solve(plan.options, plan.z0)(lambda z: cell(z, x), plan.z0, plan.is_fresh, plan.keep_inverse)
+    f: Any = lambda z: cell(z, x)  # noqa: E731  (it may have an attribute)
+    if plan.options.causal and (hook := attribute(cell, "from_position")) is not None:
+        f.from_position = lambda z, first, value: hook(z, x, first, value)
+    return plan.solve(plan.options, plan.z0)(f, plan.z0, plan.is_fresh, plan.keep_inverse)
 
 
 def _by_cell(plan: Plan) -> Solution:

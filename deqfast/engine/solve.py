@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..ops import Kernel, choose_kernel
 from ..ops.steps import StopRule
-from ..solution import Arriving, LateSolution, Solution
+from ..ops.steps.positions import Positions
+from ..solution import Arriving, Late, LateSolution, Solution
 from ..solvers import Anderson, Auto, Broyden, Picard, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import Multisecant
@@ -26,7 +27,7 @@ from ..torch_internals import pytree
 from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.weights import NOTHING
 from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
-from .loop import CommonWatch, Compaction, StopFn, iterate, recording, stopping, watch_of, whole
+from .loop import CommonWatch, Compaction, Front, StopFn, iterate, recording, stopping, watch_of, whole
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
@@ -50,6 +51,7 @@ class Options:
     trace: bool = False
     lockstep: Ranks | None = None
     state_group: Ranks | None = None
+    causal: bool = False
     keeps_inverse: bool = False
     _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
 
@@ -59,9 +61,13 @@ class Options:
         return replace(self, keeps_inverse=True)
 
     def linear(self, solver: Solver) -> tuple[Options, Options]:
-        """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale."""
+        """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale.
+
+        The transpose couples positions in the other direction, and needs no order: it is in no value.
+        """
         if solver not in self._linear:
             options = replace(self, solver=solver, stop_fn=None, drop_converged=False, trace=False, keeps_inverse=False)
+            options = replace(options, causal=False)
             inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
             self._linear[solver] = options, replace(options, scale=inverse)
         return self._linear[solver]
@@ -77,7 +83,7 @@ class Solve:
 
     def __init__(self, z0: Any, options: Options) -> None:
         self.options, self.solver = options, options.solver
-        self.packing = Packing(z0, options.groups, options.scale)
+        self.packing = Packing(z0, options.groups, options.scale, options.causal)
         self.kernel = kernel_of(options, self.packing.device)
         evaluates = self.packing.batch or options.lockstep is not None  # as often as the others
         self.max_iter = self.solver.max_iter if evaluates else 0
@@ -99,18 +105,20 @@ class Solve:
             state = self.begin(z0, is_fresh)
             watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
             f = self.solver.wrap(f, self.packing, state)
-            compaction = None
+            part: Compaction | Front | None = None  # evaluations of a part of the batch
             if self.options.drop_converged:
-                compaction = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)
-            advance = self.body(compaction or whole(f, self.packing, state), state)
+                part = Compaction(f, self.packing, state, watch, self.options.stop_fn is not None)
+            elif self.options.causal and hasattr(f, "from_position"):
+                part = Front(f, self.packing, state)
+            advance = self.body(part or whole(f, self.packing, state), state)
 
             def resume(k: int) -> int:
-                if compaction is not None:
-                    compaction.take_all()
+                if isinstance(part, Compaction):
+                    part.take_all()
                 return self.solver.resume(state, k, self.max_iter)
 
             made = iterate(advance, self.max_iter, watch, self.solver.patience, resume)
-            return self._end(state, made, None if compaction is None else compaction.samples, keep)
+            return self._end(state, made, None if part is None else part.samples, keep)
 
     def begin(self, z0: Any, is_fresh: bool = False, checks: bool = True) -> State:
         """State before the first evaluation; ValueError if z0 is not finite and this `checks`."""
@@ -122,12 +130,17 @@ class Solve:
         else:
             rows = self.packing.pack(z0)
             if checks and not is_fresh:
-                check_finite(rows, self.options.state_group)
+                length = self.packing.length
+                check_finite(
+                    rows if length is None else rows.unflatten(0, (-1, length)).flatten(1), self.options.state_group
+                )
         return self.start(rows)
 
     def start(self, rows: Tensor) -> State:
         """State before the first evaluation, which owns the rows (B, D) of z0."""
-        state = self._init(rows, self.kernel)
+        length = self.packing.length
+        kernel = self.kernel if length is None else replace(self.kernel, parts=Positions(length))
+        state = self._init(rows, kernel)
         if self.options.trace:
             state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
         return state
@@ -157,7 +170,7 @@ class Solve:
 
     def device_loop(self, f: Callable[..., Any], state: State, way: str) -> DeviceLoop:
         """The evaluations of f for a CUDA graph; ``check_device_loop`` says what is refused."""
-        named = "drop_converged", "stop_fn", "lockstep"
+        named = "drop_converged", "stop_fn", "lockstep", "causal"
         check_device_loop(way, self.solver, self.kernel, [name for name in named if getattr(self.options, name)])
         return DeviceLoop(whole(f, self.packing, state), self.solver, self.rule, state)
 
@@ -169,12 +182,20 @@ class Solve:
         return rule
 
     def _end(self, state: State, evaluations: Any, sample_evaluations: int | None, keep: Keep | None) -> Solution:
-        """Solution of a solve that ended in `state`, see ``solution_of``; `keep` is called before."""
+        """Solution of a solve that ended in `state`, see ``solution_of``; `keep` is called before.
+
+        The last position of a causal solve speaks for its sequence.
+        """
         if keep is not None:
             keep(inverse_of(self.packing, self.solver, state))
         value = state.best if self.packing.is_rows else self.packing.unpack(state.best)
-        ended = state.status, state.iterations, state.residual.unbind()
-        return solution_of(self.packing, self.solver, value, *ended, evaluations, sample_evaluations, state.trace)
+        (status, iterations, residual, trace), own = (state.status, state.iterations, state.residual, state.trace), None
+        if (length := self.packing.length) is not None:
+            last, own = slice(length - 1, None, length), iterations.view(-1, length)
+            status, iterations, residual = (t[..., last].clone() for t in (status, iterations, residual))
+            trace = None if trace is None else trace[..., last]
+        ended = status, iterations, residual.unbind()
+        return solution_of(self.packing, self.solver, value, *ended, evaluations, sample_evaluations, trace, None, own)
 
 
 def solution_of(
@@ -188,6 +209,7 @@ def solution_of(
     sample_evaluations: Any = None,
     trace: Tensor | None = None,
     arriving: Arriving | None = None,
+    position_iterations: Tensor | None = None,
 ) -> Solution:
     """Solution of a solve with these results.
 
@@ -196,10 +218,11 @@ def solution_of(
     """
     measure, kind, samples = int(solver.is_absolute), Solution, sample_evaluations
     traces: Any = (None, None)
-    if callable(evaluations):
-        kind, samples = LateSolution, lambda: evaluations() * packing.batch
+    if isinstance(evaluations, Late):
+        batch = packing.batch
+        kind, samples = LateSolution, evaluations.then(lambda made: made * batch)
         if trace is not None:
-            traces = [lambda i=i: trace[: evaluations(), i] for i in range(2)]
+            traces = [evaluations.then(lambda trace, made, i=i: trace[:made, i], trace) for i in range(2)]
     else:
         samples = evaluations * packing.batch if samples is None else samples
         if trace is not None:
@@ -217,20 +240,29 @@ def solution_of(
         trace=traces[measure],
         trace_rel=traces[0],
         trace_abs=traces[1],
+        position_iterations=position_iterations,
         arriving=arriving,
     )
     return solution
 
 
 def kernel_of(options: Options, device: torch.device) -> Kernel:
-    """Kernel of a solve; ValueError if it cannot sum over the processes that have parts of its samples."""
-    if options.state_group is None:
-        return choose_kernel(options.kernel, device)
-    if type(options.solver) not in (Picard, Anderson, Broyden, Auto):
+    """Kernel of a solve; ValueError if its steps cannot sum over positions, or over processes."""
+    if options.causal:
+        check_causal(options.solver, options.kernel)
+        return Kernel("torch")
+    parts = options.state_group
+    if parts is not None and type(options.solver) not in (Picard, Anderson, Broyden, Auto):
         raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
-    if options.kernel not in ("auto", "torch"):
-        raise ValueError(f"state_group runs on kernel 'torch', which sums over processes, got {options.kernel!r}")
-    return Kernel("torch", parts=options.state_group)
+    return choose_kernel(options.kernel, device, parts)
+
+
+def check_causal(solver: Solver, kernel: str) -> None:
+    """Raise ValueError unless this solver's steps on this kernel can sum over positions."""
+    if type(solver) not in (Picard, Anderson, Broyden):
+        raise ValueError(f"causal serves Picard, Anderson and Broyden, whose steps sum over positions, got {solver}")
+    if kernel not in ("auto", "torch"):
+        raise ValueError(f"causal runs on kernel 'torch', whose steps sum over positions, got {kernel!r}")
 
 
 def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:

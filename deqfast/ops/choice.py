@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +21,8 @@ from ..torch_internals.dynamo import constant_in_traces
 from ..torch_internals.transforms import runs_only
 from .memory import empty_history
 from .registry import OPS
-from .steps import Parts, StopRule
+from .steps import Parts, StopRule, split
+from .steps.positions import Positions
 
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
@@ -68,18 +69,26 @@ _REFERENCES = {name: op.reference for name, op in OPS.items()}
 class Kernel:
     """The chosen implementation of every op.
 
-    in_graph: the steps become part of an exported graph, in which all memory has values. parts: with kernel "torch",
-    what sums over rows that are parts of one sample.
+    in_graph: the steps become part of an exported graph, in which all memory has values. parts: what sums over rows
+    that are parts of one sample, or the positions of one causal solve.
     """
 
     name: str
     in_graph: bool = False
-    parts: Parts | None = None
+    parts: Parts | Positions | None = None
 
     def op(self, name: str) -> Callable[..., Any]:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
+        if self.parts is None:
+            return self._own(name)
+        if name == "multisecant_transposed":
+            return functools.partial(_REFERENCES[name], parts=self.parts)
+        halves = getattr(split, name)
+        return lambda *values: halves(OPS[name].table(*values), self._own, self.parts)
+
+    def _own(self, name: str) -> Callable[..., Any]:
         if self.name == "torch":
-            return _REFERENCES[name] if self.parts is None else functools.partial(_REFERENCES[name], parts=self.parts)
+            return _REFERENCES[name]
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
 
     def step(self, name: str, rule: StopRule, *numbers: float) -> Callable[..., None]:
@@ -89,7 +98,7 @@ class Kernel:
         need to see them: the op and its checks take longer than the launches.
         """
         op, given = self.op(name), (*rule, *numbers)
-        if self.name != "triton":
+        if self.name != "triton" or self.parts is not None:
             op = getattr(op, "default", op)
             return lambda *arguments: op(*arguments, *given)
         launch = OPS[name].launch
@@ -109,7 +118,7 @@ class Kernel:
 
         On a CPU, steps run without the op if torch does not need to see them: the dispatcher takes longer.
         """
-        if self.name != "cpp" or not OPS[name].binds or not runs_only(z, z):
+        if self.name != "cpp" or self.parts is not None or not OPS[name].binds or not runs_only(z, z):
             step = self.step(name, rule, *numbers)
             return lambda fz, k, last: step(z, fz, *tensors, k, last)
         assert _extension.cpp_module is not None
@@ -139,8 +148,11 @@ class Kernel:
 
     @property
     def has_broyden_step(self) -> bool:
-        """Whether there is a ``broyden_step``; without it, Broyden keeps pairs."""
-        return self.name in ("cpp", "torch")
+        """Whether there is a ``broyden_step``; without it, Broyden keeps pairs.
+
+        It derives pairs from steps that have one weight. Each position of a causal solve has its own.
+        """
+        return self.name in ("cpp", "torch") and not isinstance(self.parts, Positions)
 
     @property
     def channels_last_only(self) -> bool:
@@ -159,12 +171,14 @@ def _warn_of_fallback(reasons: str) -> None:
     warnings.warn(f"deqfast: kernel='auto' falls back to the slower torch: {reasons}", stacklevel=4)
 
 
-def choose_kernel(kernel: str, device: torch.device) -> Kernel:
-    """Resolve `kernel` for tensors on `device`.
+def choose_kernel(kernel: str, device: torch.device, parts: Parts | None = None) -> Kernel:
+    """Resolve `kernel` for tensors on `device`, whose rows may be `parts` of samples, see ``Kernel``.
 
     "auto" takes cuda, then triton, on CUDA tensors, and cpp on CPU tensors. If these are not available, it takes torch
     and warns once. A kernel chosen by name that cannot run raises RuntimeError.
     """
+    if parts is not None:
+        return _with_parts(choose_kernel(kernel, device), kernel, parts)
     check_kernel_name(kernel)
     if kernel == "auto":
         preferred = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}.get(device.type, ())
@@ -179,6 +193,15 @@ def choose_kernel(kernel: str, device: torch.device) -> Kernel:
     if device.type not in serves.get(kernel, (device.type,)):
         raise RuntimeError(f"kernel={kernel!r} does not run on {device.type} tensors, only on {serves[kernel][0]}")
     return Kernel(kernel)
+
+
+def _with_parts(chosen: Kernel, kernel: str, parts: Parts) -> Kernel:
+    """The kernel of rows that are `parts` of samples; ValueError if the named one has no steps in halves."""
+    if chosen.name == "triton":
+        if kernel != "auto":
+            raise ValueError(f"rows that are parts of samples need kernel 'torch', 'cpp' or 'cuda', got {kernel!r}")
+        chosen = Kernel("torch")
+    return replace(chosen, parts=parts)
 
 
 @functools.cache

@@ -206,7 +206,7 @@ class Op:
             at += len(kinds) or 1
         return found
 
-    def _bind(self, *values: Any) -> Any:
+    def table(self, *values: Any) -> Any:
         """Table of a call; the call gives every number of a record as an argument of its own."""
         bound = list(values)
         for at, kind, kinds in reversed(self._records):  # the last one first, so that the positions of the others stay
@@ -218,7 +218,7 @@ class Op:
         """Reference of the op in plain torch."""
         function = getattr(import_module(f"{self.arguments.__module__}.reference"), self.name)
         _ = self._records  # now, because a trace cannot enter the lock of a cached property
-        return lambda *values, **more: function(self._bind(*values), **more)
+        return lambda *values, **more: function(self.table(*values), **more)
 
     @cached_property
     def _launch(self) -> Callable[..., None]:
@@ -226,7 +226,7 @@ class Op:
 
     def run_triton(self, *values: Any) -> Any:
         """Run the Triton kernel of the op; raise ValueError for arguments that it does not support."""
-        a = self._bind(*values)
+        a = self.table(*values)
         results = self._allocate(a, self._sizes(f"{self.name}_triton", a))
         self._launch(a, *results)
         return self._returned(results)
@@ -237,7 +237,7 @@ class Op:
 
     def fake(self, *values: Any) -> Any:
         """Results without values, for tracing."""
-        a = self._bind(*values)
+        a = self.table(*values)
         sizes = self._counts(a)
         check_devices(self.name, {name: getattr(a, name) for name in self._tensors})
         for name, shaped in self._tensors.items():

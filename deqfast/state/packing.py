@@ -22,41 +22,44 @@ LARGEST_SCALE = 2.0**60  # beyond, squares of numbers divided by it are not repr
 
 @dataclass
 class _Leaf:
-    """Shape, dtype and memory order of one tensor of the state; its samples are flattened in memory order.
+    """Shape, dtype and memory order of one tensor of the state; its rows are flattened in memory order.
 
-    A complex number counts as two real ones: the solve and the gradient use its real and imaginary parts.
+    The first `lead` dimensions are the rows: the batch, or the batch and the positions. A complex number counts as two
+    real ones: the solve and the gradient use its real and imaginary parts.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    order: list[int]  # dimensions after the batch from the slowest to the fastest in memory
+    lead: int
+    order: list[int]  # dimensions after these from the slowest to the fastest in memory
     inverse: list[int]
     in_order: bool  # nothing to permute: this is tested in every iteration
     width: int
     is_rows: bool  # (B, width) real numbers: the rows are the tensor itself
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Leaf:
+    def of(cls, tensor: Tensor, lead: int = 1) -> _Leaf:
         shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
-        order = sorted(range(1, len(shape)), key=lambda d: -strides[d])  # ties (sizes of 1) keep their order
-        inverse = [0, *(1 + order.index(d) for d in range(1, len(shape)))]
+        order = sorted(range(lead, len(shape)), key=lambda d: -strides[d])  # ties (sizes of 1) keep their order
+        inverse = [*range(lead), *(lead + order.index(d) for d in range(lead, len(shape)))]
         in_order = inverse == [*range(len(shape))]
-        width = math.prod(shape[1:]) * (2 if dtype.is_complex else 1)
-        return cls(shape, dtype, order, inverse, in_order, width, len(shape) == 2 and not dtype.is_complex)
+        width = math.prod(shape[lead:]) * (2 if dtype.is_complex else 1)
+        is_rows = lead == 1 and len(shape) == 2 and not dtype.is_complex
+        return cls(shape, dtype, lead, order, inverse, in_order, width, is_rows)
 
-    def resized(self, batch: int) -> _Leaf:
-        shape = torch.Size([batch, *self.shape[1:]])
-        return _Leaf(shape, self.dtype, self.order, self.inverse, self.in_order, self.width, self.is_rows)
+    def resized(self, *sizes: int) -> _Leaf:
+        shape = torch.Size([*sizes, *self.shape[self.lead :]])
+        return _Leaf(shape, self.dtype, self.lead, self.order, self.inverse, self.in_order, self.width, self.is_rows)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Rows (B, width) of `tensor`: a view if the memory order allows it, or the tensor itself."""
         if self.is_rows:
             return tensor
         if not self.in_order:
-            tensor = tensor.permute(0, *self.order)
+            tensor = tensor.permute(*range(self.lead), *self.order)
         if self.dtype.is_complex:
             tensor = torch.view_as_real(tensor.resolve_conj())
-        return tensor.reshape(self.shape[0], self.width)
+        return tensor.reshape(math.prod(self.shape[: self.lead]), self.width)
 
     def cut(self, rows: Tensor) -> Tensor:
         """Contiguous rows of this leaf, given its columns of a whole state."""
@@ -68,11 +71,11 @@ class _Leaf:
         if self.is_rows:
             return rows.view_as(rows)
         if self.dtype.is_complex:
-            rows = torch.view_as_complex(rows.contiguous().view(self.shape[0], self.width // 2, 2))
+            rows = torch.view_as_complex(rows.contiguous().view(len(rows), self.width // 2, 2))
         if self.in_order:
             return rows.reshape(self.shape)
         sizes = [self.shape[d] for d in self.order]
-        return rows.reshape(self.shape[0], *sizes).permute(self.inverse)
+        return rows.reshape(*self.shape[: self.lead], *sizes).permute(self.inverse)
 
 
 def is_of_state(tensor: Tensor) -> bool:
@@ -110,10 +113,15 @@ def factors_of(scale: Any, spec: pytree.TreeSpec) -> list[float] | None:
 class Packing:
     """Map between the pytree that f takes and the rows (B, D) that the solvers work on.
 
-    `groups`, `scale`: see ``deqfast.solve``.
+    `groups`, `scale`: see ``deqfast.solve``. With `causal` each position is a row, (B * T, D).
+
+    Attributes:
+        length: T, the positions of a sequence; None: each sample is a row.
     """
 
-    def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None, scale: Any = None):
+    length: int | None = None
+
+    def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None, scale: Any = None, causal: bool = False):
         self.is_tensor = isinstance(z0, Tensor)
         leaves, self.spec = pytree.tree_flatten(z0)
         if not leaves:
@@ -130,8 +138,10 @@ class Packing:
                     "the tensors of z0 must have one batch size and one device, got "
                     + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
                 )
-        self.leaves = [_Leaf.of(leaf) for leaf in leaves]
-        self.batch, self.device = leaves[0].shape[0], leaves[0].device
+        if causal:
+            self.length = _length_of(leaves)
+        self.leaves = [_Leaf.of(leaf, 1 + causal) for leaf in leaves]
+        self.batch, self.device = leaves[0].shape[0] * (self.length or 1), leaves[0].device
         self.groups = groups if isinstance(groups, Groups | None) else Groups(groups, self.batch, self.device)
         if self.groups is not None:
             self.groups.check(self.batch, self.device)
@@ -146,10 +156,11 @@ class Packing:
         leaves = tuple((leaf.shape[1:], leaf.dtype, *leaf.order) for leaf in self.leaves)
         return "" if self.is_tensor else str(self.spec), leaves, self.device, *(self.factors or ())
 
-    def resized(self, batch: int) -> Packing:
-        """Packing of the same structure for another number of samples."""
+    def resized(self, *sizes: int) -> Packing:
+        """Packing of the same structure for another number of samples, or of sequences and positions."""
         packing = object.__new__(Packing)  # torch 2.11 does not trace copies
-        packing.leaves, packing.batch, packing.factors = [f.resized(batch) for f in self.leaves], batch, self.factors
+        packing.leaves, packing.batch = [leaf.resized(*sizes) for leaf in self.leaves], math.prod(sizes)
+        packing.factors = self.factors
         packing.spec, packing.is_tensor, packing.dtype = self.spec, self.is_tensor, self.dtype
         packing.device, packing.groups, packing.products_eps = self.device, self.groups, self.products_eps
         packing._note_rows()
@@ -285,6 +296,17 @@ class Packing:
         """Residual below which no gain is a stall, for the f that returned `value`; see ``floors.stall_floor``."""
         values, states = ([leaf.dtype for leaf in leaves] for leaves in (pytree.tree_leaves(value), self.leaves))
         return stall_floor(values, states, self.device, self.products_eps)
+
+
+def _length_of(leaves: Sequence[Tensor]) -> int:
+    """The number of positions that all tensors of a state have; ValueError if they have no such number."""
+    lengths = {leaf.shape[1] if leaf.dim() > 1 else 0 for leaf in leaves}
+    if len(lengths) > 1 or not (length := lengths.pop()):
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        raise ValueError(
+            f"causal needs the positions of a sequence as dimension 1 of each tensor of z0, at least one, got {shapes}"
+        )
+    return int(length)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

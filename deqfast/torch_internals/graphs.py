@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import linecache
+import os
+import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .dynamo import uncompiled
+
+_INSIDE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_INSIDE += (warnings.__file__,)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -24,28 +34,46 @@ def raw_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def aside(work: Callable[[], object]) -> None:
-    """Run `work` on a stream of its own, which torch requires before a capture."""
-    stream = torch.cuda.Stream()
+def aside(work: Callable[[], object], stream: Any = None) -> None:
+    """Run `work` on this stream, or on a new one, which torch requires before a capture."""
+    stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         work()
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def refuse_waits(work: Callable[[], object]) -> None:
-    """Run `work`; RuntimeError if the host waits for the device in it, which would break a capture.
+def line_in(frame: FrameType | None) -> str:
+    """Place and text of the innermost line of the frame that is neither torch's nor deqfast's."""
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return _shown(frame.f_code.co_filename, frame.f_lineno) if frame is not None else "a thread of autograd"
+
+
+def line_of(error: BaseException) -> str:
+    """The same for the line that has led to an error."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    return next((_shown(*line) for line in reversed(lines) if not line[0].startswith(_INSIDE)), "torch")
+
+
+def _shown(path: str, number: int) -> str:
+    return f"{path}:{number}: {linecache.getline(path, number).strip()}"
+
+
+def refuse_waits(work: Callable[[], object], who: str = "the cell") -> None:
+    """Run `work`; RuntimeError with the line if the host waits for the device in it, which would break a capture.
 
     A broken capture cannot always be undone: torch 2.11 and 2.12 refuse every later one.
     """
-    mode, thread, waits = torch.cuda.get_sync_debug_mode(), threading.get_ident(), []
+    mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
+    waits: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         show = warnings.showwarning
 
         def note(message: Warning | str, *where: Any, **more: Any) -> None:
             if threading.get_ident() == thread and "synchronizing CUDA operation" in str(message):
-                waits.append(message)
+                waits.append(line_in(sys._getframe(1)))
             elif "Synchronization debug mode is a prototype" not in str(message):  # torch's note on the mode itself
                 show(message, *where, **more)
 
@@ -56,27 +84,45 @@ def refuse_waits(work: Callable[[], object]) -> None:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     if waits:
-        raise RuntimeError("the cell waits for the device, for instance by .item() or a shape that depends on values")
+        example = "for instance by .item() or a shape that depends on values"
+        raise RuntimeError(f"{who} waits for the device, {example}, in {waits[0]}")
 
 
-class _Generators(TorchDispatchMode):
-    """Notes whether an operation takes a random generator."""
+class _Draws(TorchDispatchMode):
+    """Notes the first line that draws random numbers from torch's generator, or from one that it gives to torch."""
 
-    drawn = False
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator, self.line = generator, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drawn = self.drawn or any(isinstance(v, torch.Generator) for v in (*args, *(kwargs or {}).values()))
-        return func(*args, **(kwargs or {}))
+        given = any(isinstance(v, torch.Generator) for v in (*args, *(kwargs or {}).values()))
+        before = self.generator.get_state()
+        result = func(*args, **(kwargs or {}))
+        if not self.line and (given or not torch.equal(self.generator.get_state(), before)):
+            self.line = line_in(sys._getframe(1))
+        return result
 
 
-def refuse_draws(device: torch.device, work: Callable[[], object]) -> None:
-    """Run `work` uncompiled; RuntimeError if it draws random numbers, which each pass and replay would repeat."""
+def refuse_draws(
+    device: torch.device,
+    work: Callable[[], object],
+    who: str = "the cell",
+    remedy: str = "hold them fixed in a solve",
+) -> None:
+    """Run `work` uncompiled; RuntimeError with the line if it draws random numbers, which a graph would repeat."""
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    before, seen = generator.get_state(), _Generators()
+    before, seen = generator.get_state(), _Draws(generator)
     with seen:
         uncompiled(work)()  # dynamo runs no compiled code within a mode
-    if seen.drawn or not torch.equal(generator.get_state(), before):
-        raise RuntimeError("the cell draws random numbers, which a graph would repeat: hold them fixed in a solve")
+    if seen.line or not torch.equal(generator.get_state(), before):
+        where = f" (in {seen.line})" if seen.line else ""
+        raise RuntimeError(f"{who} draws random numbers{where}, which a graph would repeat: {remedy}")
+
+
+def copy_into(memory: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy all tensors into this memory by one operation."""
+    torch._foreach_copy_(memory, tensors)
 
 
 def mark() -> Any:
@@ -84,26 +130,71 @@ def mark() -> Any:
     return torch.cuda.current_stream().record_event()
 
 
-def capture(works: Sequence[Callable[[], None]], mode: str = "thread_local") -> list[Any]:
-    """Graphs of the work that each of `works` queues; they share their temporary memory.
-
-    mode: `capture_error_mode` of ``torch.cuda.graph``.
+class Parts:
+    """CUDA graphs that are captured one after another, and share their temporary memory.
 
     After any error the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.)
+
+    Args:
+        mode: `capture_error_mode` of ``torch.cuda.graph``. Backward solves need "relaxed": they run in a thread of
+            autograd.
+
+    Attributes:
+        graphs: in their order.
+        loops: each loop as `cut` was given it.
+        cutting: the parts of a capture that loops cut, for all threads; one at a time, under `alone`.
     """
-    graphs = [torch.cuda.CUDAGraph(keep_graph=True) for _ in works]
-    pool = torch.cuda.graph_pool_handle()
 
-    def capture_all() -> None:
-        for graph, work in zip(graphs, works, strict=True):
-            graph.capture_begin(pool=pool, capture_error_mode=mode)
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # it reports only that the capture has failed
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+    cutting: ClassVar[Parts | None] = None
+    alone: ClassVar[threading.RLock] = threading.RLock()
 
-    aside(capture_all)
-    return graphs
+    def __init__(self, mode: str) -> None:
+        self.graphs: list[Any] = []
+        self.loops: list[Any] = []
+        self._mode, self._pool = mode, torch.cuda.graph_pool_handle()
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Capture the work that `work` queues, on the current stream."""
+        self._begin()
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # it reports only that the capture has failed
+                self.graphs[-1].capture_end()
+            raise
+        self.graphs[-1].capture_end()
+
+    def cut(self, body: Callable[[], object], loop: Any) -> None:
+        """End the present part; capture a pass of a loop, and begin the part after it."""
+        self.graphs[-1].capture_end()
+        self.loops.append(loop)
+        self.add(body)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.graphs.append(torch.cuda.CUDAGraph(keep_graph=True))
+        self.graphs[-1].capture_begin(pool=self._pool, capture_error_mode=self._mode)
+
+
+def capture(works: Sequence[Callable[[], object]], mode: str = "thread_local", stream: Any = None) -> list[Any]:
+    """Graphs of the work that each of `works` queues, see ``Parts`` and ``aside``."""
+    parts = Parts(mode)
+
+    def add_all() -> None:
+        for work in works:
+            parts.add(work)
+
+    aside(add_all, stream)
+    return parts.graphs
+
+
+def capture_cut(work: Callable[[], object], stream: Any) -> Parts:
+    """Graphs of the work that `work` queues on this stream; loops of solves cut it."""
+    parts = Parts("relaxed")
+    with Parts.alone:
+        Parts.cutting = parts
+        try:
+            aside(lambda: parts.add(work), stream)
+        finally:
+            Parts.cutting = None
+    return parts

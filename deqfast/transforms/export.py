@@ -31,6 +31,7 @@ REFUSES: Refusals = {
     "stop_fn": "an exported program calls no Python",
     "lockstep": "an exported program asks no other process",
     "state_group": "an exported program asks no other process",
+    "causal": "its loop has no sums over positions",
     MixedAnderson: "an exported program calls no Python",
     Auto: "its stages depend on values",
     "trace of a Solution": "its length is known only after the solve, and an export needs it before",

@@ -111,6 +111,7 @@ def solve_values(plan: Plan) -> Solution:
         residual=residual,
         residual_rel=relative,
         residual_abs=absolute,
+        position_iterations=None,
     )
 
 

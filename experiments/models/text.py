@@ -50,6 +50,7 @@ class Text(Options):
     tol: float = option("model", "relative residual of a solve in training", 1e-2, above=0.0)
     eval_tol: float = option("model", "relative residual of a solve in evaluation", 1e-3, above=0.0)
     max_iter: int = option("model", "most evaluations of a solve in training", 12, minimum=1)
+    causal: bool = option("model", "no character of a solve depends on a later one", False)
     context: int = option("training", "characters of a sequence", 64, minimum=2)
     batch: int = option("training", "sequences of a step", 12, minimum=1)
     steps: int = option("training", "training steps", 2000, minimum=1)
@@ -158,9 +159,8 @@ class Language(nn.Module):
         if not blocks:
             cell, solver = Cell(width, options.heads), deqfast.Anderson(options.tol, options.max_iter)
             eval_solver = deqfast.Anderson(options.eval_tol, max_iter=40)
-            self.equilibrium = deqfast.DEQBlock(
-                cell, solver, "jfb", eval_solver=eval_solver, drop_converged=True, warn=False
-            )
+            ordered: dict[str, Any] = {"causal": True} if options.causal else {"drop_converged": True}
+            self.equilibrium = deqfast.DEQBlock(cell, solver, "jfb", eval_solver=eval_solver, warn=False, **ordered)
         self.readout = nn.Linear(width, characters, bias=False)
         for name, weight in self.named_parameters():  # drawn as nanoGPT does
             if weight.dim() == 2:

@@ -3,14 +3,17 @@ and every claim that the layer-peeled problems can judge."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 from runs.options import StudyError, flag_of
 
 from .config import BOTH, Experiment, Setting, preset_values
 from .record import Accuracy, Spread
 
+FOLDER = Path(__file__).parent
 RATIOS = (10, 50, 100)
 DATA_SETS = {"cifar": ("cifar10", "cifar100")}
 """Value of --dataset in addition to single data sets."""
@@ -36,41 +39,23 @@ COURSES: dict[Imbalance, tuple[str, str]] = {
 }
 """The figure that shows a setting's course of training on CIFAR-10, and what is known of its ranges."""
 
-# Percent. Data, K_A, R | explicit: overall, majority, minority | DEQ: the same. Without K_A and R: balanced.
-_ACCURACIES = """
-cifar10        | 93.05±0.17 | 93.23±0.13
-cifar100       | 64.35±0.20 | 64.77±0.36
-cifar10  3  10 | 72.57±0.25 96.40±0.32 62.36±0.12 | 73.84±0.72 96.68±0.87 64.06±0.66
-cifar10  3  50 | 44.32±0.23 96.80±0.29 21.83±0.20 | 46.08±1.06 96.63±0.98 24.42±1.32
-cifar10  3 100 | 32.14±0.81 91.67±0.61 6.64±0.99 | 34.18±1.28 93.33±1.36 8.83±1.08
-cifar100 3  10 | 41.41±0.56 73.03±0.62 27.86±0.39 | 43.72±0.60 74.16±0.82 30.67±0.53
-cifar100 3  50 | 28.18±0.42 74.53±0.55 8.31±0.38 | 30.46±1.27 73.63±0.95 11.96±1.66
-cifar100 3 100 | 23.43±0.92 73.46±0.56 1.99±1.06 | 24.78±1.93 74.89±0.88 3.31±2.45
-cifar10  5  10 | 80.73±0.48 94.18±0.56 67.80±0.35 | 81.36±1.03 93.14±1.81 69.58±0.66
-cifar10  5  50 | 63.08±0.87 91.02±0.89 35.14±0.65 | 65.03±1.90 90.88±2.83 39.18±1.46
-cifar10  5 100 | 44.86±1.43 89.32±0.79 0.40±3.86 | 46.09±1.77 90.20±0.85 1.26±4.93
-cifar100 5  10 | 52.62±0.86 74.10±1.03 31.10±0.70 | 53.31±0.98 72.90±1.65 33.72±0.79
-cifar100 5  50 | 41.62±0.68 73.94±0.25 9.30±1.10 | 44.07±2.04 75.98±1.75 12.16±3.75
-cifar100 5 100 | 37.33±2.29 74.24±1.13 0.42±3.04 | 39.11±2.46 75.79±0.96 2.42±5.89
-cifar10  7  10 | 83.17±0.40 89.09±0.36 69.37±0.49 | 83.78±1.85 88.98±1.99 71.65±1.63
-cifar10  7  50 | 66.91±0.39 80.90±0.57 34.26±0.30 | 69.47±1.86 82.91±2.22 38.12±1.61
-cifar10  7 100 | 53.27±0.81 75.12±0.74 2.30±1.01 | 56.74±0.98 78.81±0.67 5.20±1.91
-cifar100 7  10 | 59.11±0.84 71.93±0.65 29.20±0.92 | 60.51±0.88 72.90±1.19 31.13±0.83
-cifar100 7  50 | 51.71±1.02 72.20±0.66 3.90±1.29 | 52.99±1.86 72.99±0.98 6.33±2.35
-cifar100 7 100 | 50.72±0.60 72.46±0.58 0.00±0.00 | 51.79±0.92 73.98±0.66 0.00±0.00
-"""
-
 
 def _numbers() -> dict[Setting, dict[str, Accuracy]]:
-    numbers: dict[Setting, dict[str, Accuracy]] = {}
-    for line in _ACCURACIES.strip().splitlines():
-        key, *columns = line.split("|")
-        dataset, *imbalance = key.split()
-        networks = numbers[Setting(dataset, *map(int, imbalance))] = {}
-        for model, column in zip(BOTH, columns, strict=True):
-            pairs = [value.split("±") for value in column.split()]
-            networks[model] = Accuracy(*(Spread(float(mean), float(std)) for mean, std in pairs))
+    numbers = {}
+    for row in csv.DictReader(FOLDER.joinpath("paper.csv").read_text().splitlines()):
+        imbalance = [int(row[name]) for name in ("majority", "ratio") if row[name]]
+        spreads = {name: _spread(text) for name, text in row.items() if "±" in text}
+        networks = {
+            model: Accuracy(**{name.split()[1]: one for name, one in spreads.items() if name.startswith(f"{model} ")})
+            for model in BOTH
+        }
+        numbers[Setting(row["dataset"], *imbalance)] = networks
     return numbers
+
+
+def _spread(text: str) -> Spread:
+    mean, std = text.split("±")
+    return Spread(float(mean), float(std))
 
 
 PAPER = _numbers()
@@ -137,34 +122,9 @@ def _chosen(flag: str, text: str | None, known: dict[str, tuple[Imbalance, ...]]
     return numbers
 
 
-_LOWER_BOUND = "lower bound of the loss, its constant {name}"
-_REPAIRED_BOUND = "that bound, its constant repaired, is the infimum"
-_LOWER_LOSS = "the DEQ reaches a lower loss"
-
 THEORY: dict[str, tuple[str, str]] = {
-    "balanced nc1": ("Theorem 3.1, NC1", "features collapse to class means"),
-    "balanced nc2": ("Theorem 3.1, NC2", "class means form a simplex ETF"),
-    "balanced nc3": ("Theorem 3.1, NC3", "self-duality"),
-    "balanced gram": ("Theorem 3.1, NC2", "W W^T = sqrt(E_W/E_H) W H = K E_W/(K-1) (I - 11^T/K)"),
-    "balanced loss": ("Theorem B.3", _LOWER_LOSS),
-    "bound explicit": ("(22)", _LOWER_BOUND),
-    "bound deq": ("(33)", _LOWER_BOUND),
-    "repaired explicit": ("(22)", _REPAIRED_BOUND),
-    "repaired deq": ("(33)", _REPAIRED_BOUND),
-    "two classes": ("(33)", "lower bound (repaired), two classes, E_H > 1/2"),
-    "imbalanced nc1": ("Theorem 4.1, NC1", "features collapse to class means"),
-    "imbalanced nc2 condition": ("Theorem 4.1, NC2", "condition E_H < 2 S_ij - m_ij < 1/(1-E_H) for all i, j"),
-    "imbalanced nc2": ("Theorem 4.1, NC2", "Gram matrix of the DEQ nearer to the ETF, {scale}, {name}"),
-    "imbalanced nc3 condition": ("Theorem 4.1, NC3", "condition E_H/(E_W+E_H) + E_H(1-E_H) < 2"),
-    "imbalanced nc3": ("Theorem 4.1, NC3", "cos(h_k, w_k) larger for the DEQ in every class, {name}"),
-    "imbalanced loss": ("Section 4", _LOWER_LOSS),
-    "majority_nc1": ("Proposition 4.2", "majority features collapse to class means"),
-    "majority_nc2": ("Proposition 4.2", "majority class means form a K_A-simplex ETF"),
-    "majority_nc2_centered": ("Proposition 4.2", "they do so after centring"),
-    "minority_weight": ("Proposition 4.2", "minority classifiers are 0"),
-    "minority_feature": ("Proposition 4.2", "minority features are 0"),
-    "minority_spread": ("Fang et al., Theorem 5", "minority classifiers are equal (Fang et al.)"),
-    "limit alike": ("Proposition 4.2", "explicit network and DEQ nearly alike"),
+    row["claim"]: (row["source"], row["text"])
+    for row in csv.DictReader(FOLDER.joinpath("theory.csv").read_text().splitlines())
 }
 """Source and text of each claim about the optima of the layer-peeled problems (7), (9) and (10); `{name}` and `{scale}`
 stand for the variant that is judged. The keys of Proposition 4.2 name the quantity in the record. Fang et al.: PNAS

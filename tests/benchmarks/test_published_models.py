@@ -90,7 +90,11 @@ def test_rows_have_evaluations_residuals_and_differences(clone):
     folder = clone / "zoo"
     with models.on_device("cpu", torch.float64):
         one, other = (models.built(toy(solver), folder, OURS) for solver in ("fixed_point_iter", "broyden"))
+        calls = []
+        handle = one.model.mix.register_forward_hook(lambda *_: calls.append(None))
         twice = [models.watched_step(one) for _ in range(2)]
+        handle.remove()
+        assert sum(step["evaluations"] + 1 for step in twice) == len(calls)  # one more for the residual
         assert models.watched_step(other)["evaluations"] < twice[0]["evaluations"]
     assert torch.equal(twice[0]["gradient"], twice[1]["gradient"])  # which does not accumulate
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in one.model.modules())
@@ -143,7 +147,7 @@ def test_a_model_gains_only_if_every_run_does():
 
 
 def test_the_table_of_models_has_the_worst_difference_and_the_middle_of_the_times():
-    (line,) = report.models(results(big=(0.5, 0.7))).rows
+    (line,) = report.made(results(big=(0.5, 0.7)), "Models").rows
     assert (line["loss"], line["gradient"]) == ("0", "2.0e-8")
     assert (line["evaluations"], line["residual"]) == ("5 / 4", "1.0e-3 / 1.0e-3")
     assert (line["forward"], line["training"]) == ("0.500", "0.600 (0.500 to 0.700)")

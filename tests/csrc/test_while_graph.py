@@ -38,7 +38,8 @@ struct cudaGraphNodeParams {
   struct { cudaGraphConditionalHandle handle; int type; unsigned size; cudaGraph_t* phGraph_out; } conditional;
 };
 
-inline int failing = 0, condition = 0, alive = 0;  // which call fails
+inline int failing = 0, alive = 0;  // which call fails
+inline std::vector<int> conditions;
 inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
 inline int result() { return --failing == 0; }
 inline void run(Graph* graph) { for (Node* node : graph->nodes) node->run(); }
@@ -57,9 +58,9 @@ inline int cudaGraphInstantiate(Graph** exec, Graph* graph, unsigned) {
 inline int cudaGraphExecDestroy(Graph*) { return --alive, 0; }
 inline int cudaGraphLaunch(Graph* exec, cudaStream_t) { return run(exec), 0; }
 inline int cudaGraphConditionalHandleCreate(unsigned long long* handle, Graph*, unsigned initial, unsigned) {
-  return *handle = 7, condition = initial, result();
+  return *handle = conditions.size(), conditions.push_back(initial), result();
 }
-inline void cudaGraphSetConditional(unsigned long long handle, unsigned value) { condition = handle == 7 && value; }
+inline void cudaGraphSetConditional(unsigned long long handle, unsigned value) { conditions[handle] = value; }
 inline int cudaGraphAddChildGraphNode(Node** node, Graph* graph, Node** after, size_t count, Graph* child) {
   return append(node, graph, after, count, [copy = *child]() mutable { run(&copy); });
 }
@@ -69,7 +70,8 @@ inline int cudaGraphAddNode(Node** node, Graph* graph, Node** after, void*, size
     static Graph* out;
     out = body;
     p->conditional.phGraph_out = &out;
-    return append(node, graph, after, count, [body] { while (condition) run(body); });
+    const auto handle = p->conditional.handle;
+    return append(node, graph, after, count, [body, handle] { while (conditions[handle]) run(body); });
   }
   using Kernel = void (*)(unsigned long long, const int32_t*, int32_t*, int32_t, bool);
   void** a = p->kernel.kernelParams;  // whose values are copied now
@@ -85,8 +87,8 @@ SOURCE = r"""
 static std::string said;
 static Graph graph_of(std::function<void()> work) { return {{new Node{work}}}; }
 
-// A solve of `samples`, of which one ends in each pass; the calls of three replays.
-extern "C" const char* replayed(int samples, int most, int fails) {
+// `solves` of `samples`, of which one ends in each pass; the calls of three replays.
+extern "C" const char* replayed(int samples, int most, int fails, int solves) {
   said.clear();
   int32_t active = -1, passes = -1;
   Graph begin = graph_of([&] { said += 'b'; active = samples; });
@@ -94,7 +96,10 @@ extern "C" const char* replayed(int samples, int most, int fails) {
   Graph end = graph_of([&] { said += "e" + std::to_string(passes) + " "; });
   try {
     failing = fails;
-    deqfast::WhileGraph graph(&begin, most ? &body : nullptr, most < 99 ? &end : nullptr, &active, &passes, most);
+    std::vector<cudaGraph_t> graphs{&begin};
+    for (int i = 0; i < solves; ++i) graphs.insert(graphs.end(), {&body, i + 1 < solves ? &begin : &end});
+    if (most == 99) graphs.pop_back();
+    deqfast::WhileGraph graph(graphs, {size_t(solves), {&active, &passes, most}});
     for (int i = 0; i < 3; ++i) graph.launch(nullptr);
   } catch (const std::exception& error) {
     said = error.what();
@@ -114,17 +119,18 @@ def replayed(tmp_path_factory):
     subprocess.run([emulate.COMPILER, *flags, str(folder / "code.cpp"), "-o", str(folder / "code.so")], check=True)
     function = ctypes.CDLL(str(folder / "code.so")).replayed
     function.restype = ctypes.c_char_p
-    return lambda *numbers: function(*numbers).decode()
+    return lambda samples, most, fails=0, solves=1: function(samples, most, fails, solves).decode()
 
 
 @pytest.mark.parametrize(("samples", "most", "passes"), [(3, 9, 3), (3, 3, 3), (3, 2, 2), (0, 9, 0), (1, 1, 1)])
 def test_the_passes_end_on_the_device(samples, most, passes, replayed):
-    assert replayed(samples, most, 0) == f"b{'.' * passes}e{passes} " * 3 + "0"
+    assert replayed(samples, most) == f"b{'.' * passes}e{passes} " * 3 + "0"
 
 
-def test_a_solve_without_a_loop_or_an_end(replayed):
-    assert replayed(3, 0, 0) == "be-1 " * 3 + "0"
-    assert replayed(3, 99, 0) == "b..." * 3 + "0"
+def test_several_loops_or_none_or_no_end(replayed):
+    assert replayed(3, 9, solves=2) == "b...b...e3 " * 3 + "0"
+    assert replayed(3, 9, solves=0) == "b" * 3 + "0"
+    assert replayed(3, 99) == "b..." * 3 + "0"
 
 
 def test_every_error_is_told_and_leaves_nothing(replayed):

@@ -124,14 +124,3 @@ def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
     result = RunDirectory(folder).result
     assert result.machine.processes == 2 and result.command.startswith("torchrun --nproc-per-node 2 ")
     assert result.network.curves["epoch"] == (1, 2)
-
-
-def test_a_process_without_a_gpu_of_its_own_is_an_error(monkeypatch):
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with (
-        pytest.raises(StudyError, match="process 2 has no GPU of its own, PyTorch sees 1"),
-        distributed.processes("cuda"),
-    ):
-        pass

@@ -9,7 +9,6 @@ import shutil
 import warnings
 import zipfile
 
-import layer_peeled
 import numpy as np
 import pytest
 import torch
@@ -19,8 +18,7 @@ from nc_study.protocol import Tuning
 from nc_study.reporting.runs import collect
 from nc_study.rundir import RunDirectory
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
-from runs.files import Unreadable, read_arrays, read_record, to_json, write_arrays
+from runs.files import Unreadable, read_record, to_json, write_arrays
 from runs.options import StudyError
 from scipy.io import wavfile
 from separation_study import audio
@@ -41,24 +39,16 @@ def changed(record, path, value):
 
 
 RESULTS = {
-    "empty": b"",
     "deep": DEEP,
     "list": b"[]",
     "latin": b'{"format": "\xff"}',
-    **{f"format {value}": ("format", value) for value in ("5", None, True, [], 5.5, 10**30)},
-    "no curves": ("network.curves", {}),
+    **{f"format {value}": ("format", value) for value in ("5", None, True, 10**30)},
     "no loss": ("network.curves.loss", []),
-    "no rate": ("network.curves.lr", [None] * 4),
-    "no accuracy": ("network.curves.train_accuracy", [None] * 4),
     "huge": ("network.curves.nc1", [1e300] * 4),
-    "no nc": ("network.nc", {}),
     "other nc": ("network.nc", {"nc9": 1.0}),
     "no curve of the solves": ("network.solver", dict.fromkeys(("iterations", "residual", "converged"), 1.0)),
-    "arm": ("arm", "mlp"),
     "another arm": ("arm", "explicit"),
-    "model": ("settings.model", "both"),
     "device": ("settings.device", "auto"),
-    "versions": ("versions", {}),
 }
 FEATURES = {"features": np.zeros((6, 3), np.float16), "labels": np.arange(6)}
 MOMENTS = {"epoch": np.array([2, 4]), "counts": np.full((2, 10), 5), "means": np.ones((2, 10, 3))}
@@ -86,18 +76,11 @@ def arrays(**given):
 
 ARRAYS = {
     "8 TB": ("moments", claiming((10**12,))),
-    "no number": ("moments", claiming((2,))),
-    "none": ("moments", arrays()),
     "no zip": ("moments", b"PK\x03\x04"),
-    "array": ("moments", b"\x93NUMPY"),
     **{f"no {name}": ("moments", arrays(**{k: v for k, v in MOMENTS.items() if k != name})) for name in READ},
     "lengths": ("moments", arrays(**MOMENTS | {"means": np.ones((1, 10, 3))})),
-    "epochs": ("moments", arrays(**MOMENTS | {"epoch": np.array(["a", "b"])})),
     "classes": ("moments", arrays(**MOMENTS | {"counts": np.ones((2, 3), int)})),
-    "shape": ("moments", arrays(**MOMENTS | {"means": np.ones((2, 10))})),
     "code": ("moments", arrays(**MOMENTS | {"epoch": np.array([print, 4], dtype=object)})),
-    "8 TB of features": ("features", claiming((10**12,))),
-    "no features": ("features", arrays()),
     "labels": ("features", arrays(**FEATURES | {"labels": np.arange(5)})),
     "class": ("features", arrays(**FEATURES | {"labels": np.full(6, 10**12)})),
     "not finite": ("features", arrays(**FEATURES | {"features": np.full((6, 3), np.nan)})),
@@ -158,17 +141,11 @@ def trained(kind, steps=1):
 
 STATES = {
     "list": lambda state: [1, 2],
-    "tensor": lambda state: torch.ones(3),
     "code": lambda state: Harm(),
-    "no epoch": lambda state: state.pop("epoch") and state,
-    **{f"epoch {n}": lambda state, n=n: state | {"epoch": n} for n in (-1, 0, True, "1", 1.5, None, torch.ones(2))},
+    **{f"epoch {n}": lambda state, n=n: state | {"epoch": n} for n in (-1, True, "1", None)},
     "no network": lambda state: {k: v for k, v in state.items() if k != "network"},
-    "no optimizer": lambda state: {k: v for k, v in state.items() if k != "optimizer"},
-    "network of numbers": lambda state: state | {"network": [1, 2]},
     "optimizer of numbers": lambda state: state | {"optimizer": 3},
     "shapes": lambda state: state | {"network": torch.nn.Linear(4, 2).state_dict()},
-    "another network": lambda state: state | {"network": torch.nn.BatchNorm1d(2).state_dict()},
-    "groups": lambda state: state | {"optimizer": state["optimizer"] | {"param_groups": []}},
     "group": lambda state: state | {"optimizer": state["optimizer"] | {"param_groups": [{"params": [0, 1]}]}},
     "parameters": lambda state: state | {"optimizer": state["optimizer"] | {"state": {7: {}}}},
     "rates": lambda state: state | {"schedule": {"step": 3}},
@@ -226,21 +203,6 @@ def test_moments_that_do_not_join_are_refused(tmp_path):
         run.append(made_up_epoch(4, made_up_settings()), {"means": np.ones((9, 9)), "counts": np.ones(9)})
 
 
-def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("runs.files.LARGEST", 10_000)
-    (tmp_path / "bomb.npz").write_bytes(arrays(a=np.zeros(10_000)))
-    with pytest.raises(Unreadable, match="bomb.npz cannot be read .*bytes of arrays"):
-        read_arrays(tmp_path / "bomb.npz")
-
-
-def as_wav(rate=8000, channels=1, bits=16, samples=b"\0\1" * 8000):
-    sizes = (rate * channels * bits // 8).to_bytes(8, "little")[:4], (channels * bits // 8).to_bytes(2, "little")
-    form = b"\1\0" + channels.to_bytes(2, "little") + rate.to_bytes(4, "little") + b"".join(sizes)
-    form += bits.to_bytes(2, "little")
-    body = b"WAVEfmt \x10\0\0\0" + form + b"data" + len(samples).to_bytes(4, "little") + samples
-    return b"RIFF" + len(body).to_bytes(4, "little") + body
-
-
 def sound():
     content = io.BytesIO()
     wavfile.write(content, 400, np.sin(np.arange(800)).astype(np.float32))
@@ -251,20 +213,6 @@ def picture(kind="png", **given):
     content = io.BytesIO()
     Image.fromarray(np.arange(1200, dtype=np.uint8).reshape(30, 40)).save(content, kind, **given)
     return content.getvalue()
-
-
-def with_text():
-    """A PNG whose text unpacks to more than Pillow takes."""
-    info = PngInfo()
-    info.add_text("a", "b" * 2**21, zip=True)
-    return picture(pnginfo=info)
-
-
-def of_size(side):
-    """A BMP that claims this number of lines and columns."""
-    content = bytearray(picture("bmp"))
-    content[18:26] = side.to_bytes(4, "little") * 2
-    return bytes(content)
 
 
 def graph(**given):
@@ -311,22 +259,16 @@ READERS = {  # by the name of the file: how it is read, and a whole one
     "tuning.json": (lambda path: read_record(path, Tuning, "no remedy"), to_json(Tuning((), {}))),
 }
 HOSTILE = {
-    "a.png": [with_text(), picture()[:40]],
-    "a.bmp": [of_size(0), of_size(4), of_size(20_000), of_size(2**31 - 1)],
-    "a.wav": [
-        *(as_wav(rate=0), as_wav(channels=0), as_wav(bits=0), as_wav(samples=b""), as_wav(samples=bytes(16_000))),
-        *(as_wav(rate=2**32 - 1), as_wav(bits=7), as_wav(channels=30_000), b"RIFF", b"RIFF\xff\xff\xff\xffWAVE"),
-    ],
+    "a.png": [picture()[:40]],
+    "a.wav": [b"RIFF", b"RIFF\xff\xff\xff\xffWAVE"],
     "cora.npz": [
-        *(graph(x_data=np.full(6, np.nan)), graph(x_data=np.full(6, 1e300)), graph(y=np.full(6, 10**12))),
-        *(graph(x_shape=np.array([6, 10**12])), graph(x_shape=np.array(6)), graph(y=np.array([print] * 6, object))),
-        *(graph(y=np.full(6, "a")), graph(y=np.zeros((2, 3))), graph(edges=np.full((1, 2), -1)), arrays()),
-        *(graph(x_indptr=np.arange(7)[::-1]), graph(x_indices=np.full(6, 9)), claiming((10**12,))),
-        *(graph(train_mask_0=np.zeros(6, bool)), graph(train_mask_0=np.ones(5, bool))),
+        *(graph(x_data=np.full(6, np.nan)), graph(y=np.full(6, 10**12)), graph(x_shape=np.array([6, 10**12]))),
+        *(graph(y=np.array([print] * 6, object)), graph(edges=np.full((1, 2), -1)), arrays()),
+        *(graph(x_indptr=np.arange(7)[::-1]), claiming((10**12,)), graph(train_mask_0=np.zeros(6, bool))),
     ],
     "a.txt": [b"", b"\xff" * 1000, b"a\0" * 1000],
     "puzzles.txt": [b"\xff\n", b"1 2\n", PUZZLE.replace(b"0507", b"5507"), b"0" * 10**6],
-    "tuning.json": [DEEP, b"[]", b"null", b"{}", to_json(Tuning((), {})).replace(b"{}", b'{"mlp":{}}')],
+    "tuning.json": [DEEP, b"[]", b"{}", to_json(Tuning((), {})).replace(b"{}", b'{"mlp":{}}')],
 }
 
 
@@ -365,11 +307,3 @@ def test_data_files_are_read_or_named_in_a_line(name, tmp_path):
     path.mkdir()
     with pytest.raises(StudyError, match=name):
         read(path)
-
-
-@pytest.mark.parametrize("content", [b"", DEEP, b"[]", b"{}", b'{"format": null}', b'{"claims": [], "balanced": 3}'])
-def test_a_damaged_record_of_the_peeled_problems_is_named(content, tmp_path, capsys):
-    (tmp_path / "layer_peeled.json").write_bytes(content)
-    assert layer_peeled.main(["--report", "--out", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert "layer_peeled.json cannot be read" in error and "without --report" in error and error.count("\n") == 1

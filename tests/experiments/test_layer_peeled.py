@@ -10,13 +10,10 @@ import layer_peeled
 import pytest
 import torch
 from peeled import theory
-from peeled.problem import FEATURES, LAYERS, Problem, cross_entropy, minimise
+from peeled.problem import FEATURES, Problem, cross_entropy, minimise
 from peeled.report import local_minima, markdown
 from peeled.study import PeeledSettings, describe, run
-from runs.options import StudyError
 from study_helpers import EXPERIMENTS
-
-import deqfast
 
 MODELS = ("explicit", "deq")
 RESULTS = EXPERIMENTS / "results" / "layer_peeled"
@@ -63,13 +60,6 @@ def test_gradient_through_the_deq_is_that_of_a_linear_solve():
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
 
 
-def test_unsolved_deq_is_an_error(monkeypatch):
-    which = problem("deq", "backbone", e_h=0.9)
-    which.block.solver, which.block.warn = deqfast.Broyden(rtol=1e-13, max_iter=2), False
-    with pytest.raises(StudyError, match="--e-h 0.9"):
-        which.loss(which.start(0))
-
-
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 60.0])
 def test_cross_entropy_keeps_its_digits(scale):
     generator = torch.Generator().manual_seed(0)
@@ -101,36 +91,6 @@ def test_balanced_optimum_under_final_features_is_the_simplex_etf(model, e_w, e_
     assert bounds["printed"] < 0
 
 
-def test_explicit_network_beats_the_etf_under_the_papers_bounds_on_backbone_features():
-    which = problem("explicit", "backbone", e_w=0.01, e_h=0.01)
-    optimum = solve(which)
-    record = describe(which, optimum)
-    etf = math.log(4) - theory.closed_form_loss(which, theory.etf_stretch(which))
-    assert optimum.below_chance > 1.7 * etf  # sqrt(K-1) times to first order
-    assert record["nc"]["nc2"] > 0.5 and record["spectrum"][1] < 1e-2
-    assert optimum.loss >= theory.closed_form_loss(which, theory.largest_stretch(which))
-
-
-@pytest.mark.tier("full")
-def test_what_a_layer_gains_at_small_bounds_is_its_identity():
-    """K = 4: to first order sqrt(E_W E_H) times the largest stretch."""
-    gains = {layer: solve(problem(layer, "backbone", e_w=0.01, e_h=0.01)).below_chance for layer in LAYERS}
-    assert gains == pytest.approx({"explicit": 1e-4, "skip": 1.005e-2, "deq": 1.005e-2, "series": 1.01e-4}, rel=2e-3)
-
-
-@pytest.mark.parametrize("e_h", [1e-3, 0.5])
-def test_no_features_meet_the_condition_of_theorem_4_1(e_h):
-    means = torch.randn(200, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    counts = [theory.gram_condition(one * scale, e_h) for one in means for scale in (0.0, 0.1, 1.0, 10.0)]
-    assert all(count["met"] < count["entries"] for count in counts)
-
-
-def test_vacuous_claims_say_nothing():
-    assert theory.about_zero(None) == theory.at_least(1.0, -0.1, 1.0) == theory.NOTHING
-    assert theory.all_ratios_above_one([2.0, None]) == theory.NOTHING
-    assert theory.all_ratios_above_one([0.5, None]) == theory.FAILS
-
-
 def test_the_committed_numbers_give_the_committed_verdicts():
     result = json.loads((RESULTS / "layer_peeled.json").read_text())
     assert json.loads(json.dumps(theory.claims_of(result))) == result["claims"] and len(result["claims"]) == 169
@@ -148,15 +108,6 @@ def test_the_committed_numbers_give_the_committed_verdicts():
 
 def is_etf(claim):
     return claim["claim"] == "class means form a simplex ETF" and claim["features"] == "backbone"
-
-
-def test_the_committed_text_is_made_again_without_solving(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(layer_peeled, "run", lambda _: pytest.fail("it is solved again"))
-    assert layer_peeled.main(["--report", "--out", str(tmp_path)]) == 1
-    assert "cannot be read" in capsys.readouterr().err
-    (tmp_path / "layer_peeled.json").write_bytes((RESULTS / "layer_peeled.json").read_bytes())
-    assert layer_peeled.main(["--report", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "layer_peeled.md").read_text() == (RESULTS / "layer_peeled.md").read_text()
 
 
 def test_small_run_from_end_to_end_is_the_same_every_time(tmp_path, capsys):

@@ -86,15 +86,3 @@ def test_a_damaged_record_takes_no_other_run_with_it(tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and f"one-seed1 failed: {path} cannot be read" in error
         assert "| one   | 2            | 1       |" in table.read_text()
-
-
-@pytest.mark.parametrize(
-    "change", [{"step": -1}, {"step": "3"}, {"minutes": None}, {"log": 3}, {"options": []}, {"model": {}}]
-)
-def test_a_checkpoint_that_does_not_fit_is_named(change, tmp_path, cut_off):
-    cut_off(lambda: train(Run(train, Line(), tmp_path, "cut", 3)))
-    again = Run(train, Line(), tmp_path, "cut", 3)
-    state = torch.load(again.checkpoint, weights_only=True)
-    torch.save(state | change, again.checkpoint)
-    with pytest.raises(StudyError, match="cut-seed3.ckpt cannot be read"):
-        train(again)

@@ -7,8 +7,6 @@ import random
 import pytest
 import torch
 from models import sudoku, sudoku_puzzles
-from models.frame import Run
-from runs.options import SettingsError, StudyError
 
 
 @pytest.mark.parametrize(("size", "clues"), [(4, 5), (6, 10), (9, 30)])
@@ -34,28 +32,6 @@ def test_digits_and_lines_are_interchangeable_to_the_block():
     digits, rows = torch.randperm(6), torch.tensor([1, 0, 4, 5, 2, 3])  # lines within a band, and bands
     moved, _ = block((y[:, rows][..., digits], z[:, rows][..., digits, :]), x[:, rows][..., digits, :])
     torch.testing.assert_close(moved, block((y, z), x)[0][:, rows][..., digits])
-
-
-def test_puzzles_before_the_tested_ones_are_skipped(tmp_path):
-    rng = random.Random(0)
-    puzzles = [sudoku_puzzles.generate(9, 40, rng) for _ in range(3)]
-    lines = [" ".join("".join(map(str, board)) for board in puzzle) for puzzle in puzzles]
-    (tmp_path / "a.txt").write_text("\n".join(lines))
-    assert sudoku_puzzles.read_folder(tmp_path, 1, 1) == {"a": puzzles[1:2]}
-    assert sudoku_puzzles.read_folder(tmp_path, 5, 2) == {"a": puzzles[2:]}
-    with pytest.raises(StudyError, match="a folder of"):
-        sudoku_puzzles.read_folder(tmp_path, 1, 3)
-    (tmp_path / "a.txt").write_text("\n".join([*lines[:2], "no puzzle"]))
-    with pytest.raises(StudyError, match="line 3"):
-        sudoku_puzzles.read_folder(tmp_path, 1, 2)
-    with pytest.raises(SettingsError, match="--skip 1"):
-        sudoku.Sudoku(size="9", skip=1)
-    options = sudoku.Sudoku(size="9", data_root=str(tmp_path), skip=1, tests=1, evaluations=2, starts=1, width=4)
-    (tmp_path / "a.txt").write_text("\n".join(lines))
-    model = sudoku.Stack([sudoku.Block(9, 4)])
-    with torch.no_grad():
-        outcome = sudoku.evaluate(model, Run(sudoku.train, options, tmp_path, "explicit-parameters", seed=0))
-    assert outcome.data.endswith("tested on a (puzzles 2 to 2 of each file)")
 
 
 def test_least_residuals_are_the_confidence():

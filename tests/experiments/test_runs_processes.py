@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import stat
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-import runs
-import study as script
-from runs import files, processes
+from runs import files
 from runs.files import locked
 from runs.options import StudyError
 from runs.processes import Run, made, run_all, tell_failed
-from runs.script import CLOSED_PIPE, PARENT, command_line, told
-from study_helpers import STUDY, environment, python
+from runs.script import CLOSED_PIPE, told
+from study_helpers import environment, python
 
 
 class Writing(Run):
@@ -82,24 +77,6 @@ def test_an_interrupt_ends_all_runs(tmp_path, monkeypatch):
     assert [child.poll() for child in children] == [-signal.SIGTERM] * 2
 
 
-def test_a_run_that_does_not_end_when_asked_is_killed(monkeypatch):
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
-    asked = []
-
-    class Stubborn:
-        def poll(self):
-            return None
-
-        def terminate(self):
-            asked.append("terminate")
-
-        def kill(self):
-            asked.append("kill")
-
-    processes._stop([Stubborn()])
-    assert asked == ["terminate", "kill"]
-
-
 SLOW = str(Path(__file__).with_name("slow_runs.py"))
 
 
@@ -154,27 +131,6 @@ def test_a_run_that_another_process_has_finished_is_not_done_again(tmp_path):
     run.work()
 
 
-def test_a_script_that_study_starts_ends_with_it(tmp_path, monkeypatch):
-    """The other end of its stdin is the parent's; torchrun passes stdin on."""
-    given = {}
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: given.update(options))
-    task = script.parse(STUDY)[1][0]
-    monkeypatch.setattr(task, "log", Path(os.devnull))
-    monkeypatch.setattr(type(task.run.path), "mkdir", lambda *_, **__: None)
-    task.start()
-    monkeypatch.undo()
-    assert stat.S_ISFIFO(os.fstat(given["stdin"]).st_mode) and not os.get_inheritable(given["stdin"])
-    ours, theirs = os.pipe()
-    command, watched = [sys.executable, SLOW, str(tmp_path), "a"], environment() | {PARENT: given["env"][PARENT]}
-    child = subprocess.Popen(command, env=watched, stdin=ours, stdout=subprocess.DEVNULL)
-    wait_for(lambda: begun(tmp_path, "a"))
-    assert child.poll() is None
-    os.close(theirs)
-    assert child.wait(60) == 1
-    wait_for(lambda: is_free(tmp_path, "a"))
-    os.close(ours)
-
-
 def printing(*lines):
     def work():
         for line in lines:
@@ -199,47 +155,6 @@ def test_output_that_cannot_be_written_ends_a_script_without_a_traceback(kind, s
     assert capsys.readouterr().err == (
         "" if status == 141 else "it.py: error: cannot print (No space left on device)\n"
     )
-
-
-def test_other_errors_of_files_are_not_taken_for_output(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        told("it.py", lambda: len(os.listdir(tmp_path / "absent")), "")
-
-
-def test_names_that_are_not_text_are_printed_and_written_as_escapes(tmp_path, monkeypatch):
-    name = os.fsdecode(b"r\xff")
-    for encoding, shown in (("utf-8", "r\\udcff ±\n"), ("ascii", "r\\udcff \\xb1\n")):
-        with monkeypatch.context() as patch, open(tmp_path / "out", "w", encoding=encoding) as out:
-            patch.setattr(sys, "stdout", out)
-            assert told("it.py", printing(f"{name} ±"), "") == 0
-        assert (tmp_path / "out").read_text(encoding=encoding) == shown
-    monkeypatch.setattr(sys, "argv", ["it.py", "--out", name])
-    assert command_line().endswith("--out 'r\\xff'")
-    files.write_atomically(tmp_path / "report.md", f"# {name} ±")
-    assert (tmp_path / "report.md").read_text() == "# r\\xff ±"
-    with pytest.raises(StudyError, match="cannot be read"), files.reading(tmp_path / name):
-        raise ValueError(name)
-
-
-def test_closed_streams_are_no_error(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", None)
-        patch.setattr(sys, "stderr", None)
-        assert told("it.py", lambda: processes._say("line") or 0, "") == 0
-        sys.stdout.close()
-        sys.stderr.close()
-
-
-def test_missing_packages_are_named_with_the_command_that_installs_them():
-    hidden = "import sys; sys.modules['tqdm'] = sys.modules['msgspec'] = None; sys.argv = ['model.py']; import models"
-    found = python("-c", hidden)
-    told = 'model.py: error: msgspec, tqdm: not installed; pip install "deqfast[experiments]"\n'
-    assert (found.returncode, found.stderr) == (1, told)
-    extra = [
-        re.match(r"[\w-]+", one)[0] for one in metadata.requires("deqfast") if "'experiments'" in one.replace('"', "'")
-    ]
-    names = {"PIL": "pillow", "sklearn": "scikit-learn"}
-    assert sorted(names.get(name, name) for name in runs.PACKAGES) == sorted(extra)
 
 
 def test_writers_of_one_file_do_not_meet_and_leave_nothing(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -94,36 +92,6 @@ def test_run_writes_a_report_resumes_and_refuses_other_sizes(small, tmp_path, mo
     assert "- Left out: " in (tmp_path / "quick" / "report.md").read_text()
 
 
-@pytest.mark.tier("full")
-def test_a_unit_with_a_damaged_record_is_named_and_takes_no_other_with_it(small, tmp_path, capsys):
-    jobs = frame.jobs_of(tmp_path / "full", small, "full")
-    for job in jobs:
-        job.start()
-    path, content = jobs[1].path, jobs[1].path.read_bytes()
-    record = json.loads(content)
-    damages = [content[:-9], json.dumps(record | {"format": "1"}), json.dumps(record | {"sizes": [1]})]
-    damages += [json.dumps(record | {"unit": ["d4-n2", 7]}), json.dumps(record | {"result": {}})]
-    damages += [json.dumps(record | {"result": {name: [None] for name in record["result"]}}), b"[" * 10**5]
-    for damage in damages:
-        path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
-        again = ["--out", str(tmp_path), "--preset", "full", "--jobs", "1", "--experiment", "diagonal"]
-        for arguments in (again, [*again, "--report"]):
-            separation.main(arguments)
-            text = (tmp_path / "full" / "report.md").read_text()
-            assert "1 of 2 units" in text or "1 of 1 units" in text
-            assert capsys.readouterr().err.count(str(path)) + text.count("Left out: ") >= 1
-
-
-def test_a_report_that_is_not_text_is_named(small, tmp_path, capsys):
-    page = tmp_path / "quick" / "report.md"
-    page.parent.mkdir()
-    page.write_bytes(b"\xff")
-    assert separation.main(["--out", str(tmp_path), "--experiment", "diagonal", "--report"]) == 1
-    assert f"{page} cannot be read" in capsys.readouterr().err
-    page.unlink()
-    assert separation.main(["--out", str(tmp_path), "--experiment", "diagonal", "--report"]) == 0
-
-
 def test_report_names_units_that_are_missing(small, tmp_path):
     frame.Job(tmp_path, small, "full", frame.Unit("d4-n2", 1)).start()
     text = report.write([small], "full", tmp_path).read_text()
@@ -190,23 +158,6 @@ def made_up(name, loss, weight=1.0, **errors):
     return networks.Trained(name, 1, 1.0, trials, (0,), last, weight, 1.0)
 
 
-def test_sawtooths_that_are_learnt_are_judged_one_by_one():
-    sizes = sawtooth.Sizes((1, 3, 5), (), networks.Course(1, 16, (0.01,), 1), 5)
-    errors = {"k1": (1e-6, 1e-6), "k3": (0.8, 0.5), "k5": (0.99, 0.98)}  # of the DEQ and the FNNs
-    spread = {"k1": (1, 3, 2, 5, 0.1), "k3": (1, 1.01, 0.99, 1, 1), "k5": (1, 1, 1, 1, 1)}  # of the DEQ, over seeds
-
-    def result(task, seed):
-        own, other = errors[task]
-        fnns = [made_up(f"FNN, 1 hidden, equal {rule}", other, test=other) for rule in ("parameters", "FLOPs")]
-        return sawtooth.Result(0.0, (made_up("DEQ", own, test=own * spread[task][seed]), *fnns))
-
-    found = sawtooth.section(sizes, {unit: result(*unit) for unit in sawtooth.units(sizes)})
-    claims = {claim.claim.split(":")[0]: claim for claim in found.claims[1:]}
-    assert {k: one.verdict for k, one in claims.items()} == {"k1": OPEN, "k3": FAILS, "k5": OPEN}
-    assert "worse in 5 of 5 pairs; geometric mean of the ratios: 1.6" in claims["k3"].reason
-    assert "no network learns" in claims["k5"].reason and "Every network's error stays above 0.9 in: k5." in found.notes
-
-
 def test_steep_verdicts_are_of_one_d_and_need_a_step_that_was_seen():
     sizes = steep.Sizes((6, 20), networks.Course(1, 16, (0.01,), 1), 5)
 
@@ -250,20 +201,6 @@ def test_steep_errors_are_in_units_of_the_zero_functions(concentrated):
     assert shifted == pytest.approx(float((y / 2 - 0.01).square().mean() / y.square().mean()), rel=3e-2)
 
 
-@pytest.mark.tier("full")
-def test_steep_section_judges_both_kinds_of_training(monkeypatch):
-    sizes = steep.Sizes((2,), networks.Course(2, 16, (0.01,), 1), 2)
-    results = {unit: steep.measure(sizes, unit) for unit in steep.units(sizes)}
-    found = steep.section(sizes, results)
-    assert len(results) == 4 and len(found.claims) == 3
-    assert found.claims[0].verdict == HOLDS and found.claims[2].verdict == OPEN
-    monkeypatch.setattr(steep, "LEARNT", 0.0)
-    assert "the step was not learnt in d2-uniform, d2-concentrated" in steep.section(sizes, results).claims[2].reason
-    for result in results.values():
-        assert result.bound == steep.BOUND * min(one.largest_weight for one in result.free)
-        assert all(one.largest_weight == result.bound for one in result.bounded)
-
-
 @pytest.mark.parametrize(("name", "error"), [("f1", 4 * (1 + 1.25**2 + 1.5**2)), ("f2", 16.0)])
 def test_walsh_coefficients_and_error_of_the_interpolator_are_the_known_ones(name, error):
     target, points = gotu.TARGETS[name], gotu.cube()
@@ -305,19 +242,6 @@ def test_hold_out_from_small_weights_is_the_minimum_degree_interpolators():
     assert errors == pytest.approx([4 * gotu.HELD**2] * 2, rel=1e-3)
 
 
-@pytest.mark.tier("full")
-def test_gotu_section_shows_networks_and_the_interpolator(monkeypatch):
-    monkeypatch.setattr(gotu, "DESCENT", (0.02, 20))
-    sizes = gotu.Sizes(networks.Course(2, 16, (0.01,), 1), (1.0,), 1)
-    results = {unit: gotu.measure(sizes, unit) for unit in gotu.units(sizes)}
-    found = gotu.section(sizes, results)
-    assert [row["unseen"] for row in found.tables[0].rows if "interpolator" in row["network"]] == ["19.2", "16"]
-    for result in list(results.values())[:2]:
-        share = {"f1": 0.5, "f2": 0.75}["f1" if result is results[gotu.units(sizes)[0]] else "f2"]
-        for trained, energy, distance in zip(result.networks, result.energies, result.to_interpolator, strict=True):
-            assert distance >= share * trained.error("seen") and sum(energy) > 0  # which it equals on the seen part
-
-
 def test_features_are_those_of_the_network_and_their_density_is_known():
     x, y = heatmap.Seen().points()
     assert bool(heatmap.TARGET.seen(x).all()) and torch.equal(y, x[:, 0] * x[:, 1])
@@ -332,14 +256,6 @@ def test_features_are_those_of_the_network_and_their_density_is_known():
         fnn[-1].weight.fill_(1.0)
         fnn[-1].bias.zero_()
         assert sum(heatmap.magnitudes(fnn, x)) == pytest.approx(float(fnn(x).mean()))
-
-
-@pytest.mark.tier("full")
-def test_heatmap_section_compares_networks_with_their_start():
-    sizes = heatmap.Sizes(networks.Course(2, 16, (0.01,), 1), 2)
-    found = heatmap.section(sizes, {unit: heatmap.measure(sizes, unit) for unit in heatmap.units(sizes)})
-    assert len(found.claims) == 3 and len(found.tables[0].rows) == 3
-    assert found.tables[0].rows[0]["participation, before"] == "0.00 (0.00 to 0.00)"
 
 
 def verdicts_of(page):
@@ -361,39 +277,3 @@ def test_what_is_committed_is_what_the_records_say(preset, least):
             claims |= {claim.claim: claim.verdict for claim in section.claims}
             plt.close("all")  # which a report does when it saves them
     assert len(claims) > least and claims.items() <= reported.items()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--preset long --experiment gotu", "--preset long: only for sawtooth, steep, not gotu"),
-        ("--preset long --audio .", "--preset long: it takes neither --audio nor --runs"),
-        ("--task k5,k7", "k7 is none of k1, k3, k5, k10"),
-    ],
-)
-def test_what_a_preset_does_not_have_is_an_error(arguments, said, tmp_path, capsys):
-    assert separation.main([*arguments.split(), "--out", str(tmp_path)]) == 1
-    assert said in capsys.readouterr().err
-
-
-def test_the_chosen_tasks_of_a_seed_come_before_the_next_seed(tmp_path, monkeypatch):
-    begun = []
-    monkeypatch.setattr(separation, "run_all", lambda jobs, _: begun.extend(jobs) or {})
-    assert separation.main(["--preset", "long", "--task", "d20-concentrated,k5", "--out", str(tmp_path)]) == 0
-    assert [str(job.unit) for job in begun[:3]] == ["k5-seed0", "d20-concentrated-seed0", "k5-seed1"] and len(
-        begun
-    ) == 10
-
-
-def test_sections_are_written_again_from_records_and_others_stay(small, tmp_path):
-    arguments = ["--out", str(tmp_path), "--jobs", "1"]
-    assert separation.main(arguments) == 0
-    path = tmp_path / "quick" / "report.md"
-    text = path.read_text()
-    path.write_text(text.replace("### Verdicts", "### Changed") + "\n## Kept\n\nAs it was.\n")
-    assert separation.main([*arguments, "--experiment", "diagonal", "--report"]) == 0
-    assert path.read_text() == text + "\n## Kept\n\nAs it was.\n"
-    record = next((path.parent / "diagonal").glob("*.json"))
-    record.write_text(re.sub(r'"torch": *"[^"]*"', '"torch": "9.9"', record.read_text()))
-    assert separation.main([*arguments, "--report"]) == 0
-    assert "1 of 1 units: 1 with torch 9.9 on " in path.read_text()

@@ -80,27 +80,3 @@ def test_fits_lie_next_to_the_record_and_have_its_errors(run, tmp_path):
 
     status, told = run(tone=wav(2 * TONE))  # another sound of that name
     assert status == 1 and "was begun with recordings" in told
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (None, "there must be a WAV file"),
-        (b"RIFF", "cannot be read"),
-        (wav(TONE)[:20], "cannot be read"),
-        (wav(TONE[:9000]), "9000 samples at 16000 Hz"),
-        (wav(np.full(RATE, np.nan)), "finite"),
-        (wav(np.ones(RATE)), "silent"),
-    ],
-)
-def test_sound_that_cannot_be_fitted_is_an_error_before_any_work(content, told, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(frame.Job, "start", lambda *_: pytest.fail("a unit is measured"))
-    status, error = run(**({} if content is None else {"sound": content}))
-    assert status == 1 and str(tmp_path / "in") in error and told in error
-
-
-def test_without_recordings_a_chirp_is_fitted_and_the_report_says_so(monkeypatch):
-    monkeypatch.setattr(audio, "RATE", 400)
-    results = {unit: audio.measure(TINY, unit) for unit in audio.units(TINY)}
-    assert [unit.task for unit in results] == ["chirp-plain", "chirp-fourier"]
-    assert "chirp (drawn)" in audio.section(TINY, results).notes[0]

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 
 import pytest
 from nc_study.config import ARMS, Experiment, arm_options, settings_from
-from runs.options import SettingsError
 
 
 @pytest.mark.parametrize(
@@ -45,10 +44,3 @@ def test_every_option_that_decides_the_outcome_makes_a_folder_of_its_own():
     others += [replace(plain, **arm_options(arm)) for arm in ARMS]
     assert [one.arm for one in others[-len(ARMS) :]] == list(ARMS)
     assert len({one.run_name for one in others}) == len(others)
-
-
-def test_settings_that_a_machine_or_a_study_cannot_have(monkeypatch):
-    assert settings_from("cifar_balanced", device="cpu").setting.ratio is None
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SettingsError, match="--device cuda"):
-        settings_from("cifar_lt", device="cuda")

@@ -71,15 +71,6 @@ def test_validation_images_are_training_images_that_are_not_trained_on(source):
             load(given, replace(settings, n_majority=28), CPU)
 
 
-@pytest.mark.parametrize("classes", [10, 100])
-def test_shapes_depend_only_on_the_seed(classes):
-    labels = np.arange(100) % classes
-    images, again, other = (draw_shapes(labels, classes, seed)[0] for seed in (4, 4, 5))
-    assert images.shape == (100, 32, 32, 3) and images.dtype == np.uint8
-    assert len(np.unique(images.reshape(100, -1), axis=0)) == 100
-    assert (images == again).all() and (images != other).any(axis=(1, 2, 3)).all()
-
-
 def test_crop_and_flip_agree_with_one_image_at_a_time():
     random = torch.Generator().manual_seed(0)
     images = torch.randint(1, 256, (40, 3, 32, 32), generator=random).to(torch.uint8)
@@ -105,17 +96,6 @@ def test_an_epoch_is_a_function_of_seed_and_epoch():
     assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, again, strict=True))
     for seed, epoch in ((1, 3), (2, 2)):
         assert not torch.equal(first[0][0], next(iter(study.epoch(seed, epoch, 16)))[0])
-
-
-def test_without_augmentation_an_epoch_has_the_images_as_they_are():
-    """The order is the same as with augmentation."""
-    settings = settings_from("cifar_lt", dataset="shapes", n_majority=20, test_images=40, device="cpu")
-    augmented, plain = (shapes_data(replace(settings, no_augmentation=one)) for one in (False, True))
-    images = torch.cat([one for one, _ in plain.epoch(1, 2, 16)])
-    order = torch.randperm(len(images), generator=data.generator(1, 2))
-    assert torch.equal(images, plain.normalise(plain.train_images[order]))
-    for (one, labels), (other, same) in zip(augmented.epoch(1, 2, 16), plain.epoch(1, 2, 16), strict=True):
-        assert torch.equal(labels, same) and not torch.equal(one, other)
 
 
 def write_cifar(root, dataset, per_class, monkeypatch):

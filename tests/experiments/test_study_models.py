@@ -8,12 +8,9 @@ from correctness import rounding
 from nc_study import models
 from nc_study.analysis import spectral_radius
 from nc_study.config import CELLS, MODELS, RUNNABLE, arm_options, settings_from
-from nc_study.models import Conv2d, build, choose_kernel, cost, project
-from runs.options import SettingsError
+from nc_study.models import Conv2d, build, cost, project
 from study_helpers import shapes_data
 from torch.utils._python_dispatch import TorchDispatchMode
-
-import deqfast
 
 
 def make(model, **given):
@@ -84,13 +81,6 @@ def test_an_arm_costs_what_its_convolutions_do():
     assert deq.last_parameters == tied.last_parameters and deq.flops == tied.flops + 8.5 * 2 * convolution
 
 
-def test_the_cell_from_zero_is_only_read_from_old_records():
-    with pytest.raises(SettingsError, match="--model once: .* take --model tied --cells 1"):
-        make("once")
-    with pytest.raises(SettingsError, match="--cells 3: --model untied takes 2"):
-        make("untied", cells=3)
-
-
 @pytest.mark.parametrize(
     ("solver", "adjoint"),
     [("broyden", "jfb"), ("anderson", "implicit"), ("picard", "phantom"), ("broyden", "unrolled")],
@@ -119,20 +109,6 @@ def test_the_scale_is_the_gain_of_the_branch_that_is_added_to_the_input(model):
         last.register_forward_hook(lambda *call: branches.append(call[-1]))
         block(*[x] * (1 if model.startswith("explicit") else 2))
     torch.testing.assert_close(branches[1], branches[0] / 4)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_under_autocast_all_before_the_last_block_is_in_bfloat16(model):
-    network, seen = make(model, width=1), {}
-    for name, part in (("trunk", network.trunk), ("last", network.last)):
-        convolution = next(module for module in part.modules() if isinstance(module, torch.nn.Conv2d))
-        convolution.register_forward_hook(lambda *call, name=name: seen.update({name: call[-1].dtype}))
-    with torch.autocast("cpu", torch.bfloat16):
-        output = network(torch.randn(2, 3, 32, 32))
-    assert seen == {"trunk": torch.bfloat16, "last": torch.float32}
-    assert output.features.dtype == output.logits.dtype == torch.float32
-    output.logits.sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
 @pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2)])
@@ -177,16 +153,6 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_all_convolutions_before_the_last_block_are_computed_alike(native, monkeypatch):
-    monkeypatch.setattr(models, "multiplies_bf16", lambda: native)
-    network, kernels = make("explicit", width=1), Kernels()
-    network.last = torch.nn.Identity()
-    with kernels, torch.autocast("cpu", torch.bfloat16):
-        network(torch.randn(2, 3, 32, 32)).logits.sum().backward()
-    assert kernels.dtypes == {torch.bfloat16 if native else torch.float32}
-
-
 @pytest.mark.parametrize("model", ["explicit", "deq"])
 def test_project_moves_weights_into_the_bounds_and_no_others(model):
     network = make(model, width=1)
@@ -199,14 +165,6 @@ def test_project_moves_weights_into_the_bounds_and_no_others(model):
     assert sum(weight.square().sum().item() for weight in convolutions) ** 0.5 == pytest.approx(0.3)
     moved = {name for name, parameter in network.named_parameters() if not torch.equal(parameter, before[name])}
     assert len(moved) == 3 and len(convolutions) == 2
-
-
-def test_the_kernel_asked_for_is_taken_or_another_comes_with_the_reason(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert choose_kernel("torch", "cpu") == ("torch", "")
-    name, reason = choose_kernel("triton", "cpu")
-    assert name == choose_kernel("auto", "cpu")[0] == ("cpp" if deqfast.backends()["cpp"] else "torch")
-    assert "triton" in reason
 
 
 def test_the_spectral_radius_is_that_of_the_whole_jacobian():

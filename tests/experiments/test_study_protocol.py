@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 
@@ -111,40 +110,3 @@ def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeyp
     (tmp_path / "rates.json").write_bytes(whole)
     script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")])
     assert (tmp_path / "rates.json").read_bytes() == whole, "a part of the trials does not take the place of all"
-
-
-@pytest.mark.usefixtures("no_network")
-def test_without_data_the_study_fails_at_once_and_says_what_to_do(tmp_path, capsys):
-    arguments = ["--table", "2", "--dataset", "cifar10", "--data-root", str(tmp_path / "none"), "--out", str(tmp_path)]
-    assert script.main(arguments) == 1
-    errors = capsys.readouterr().err
-    assert errors.count("\n") == 1 and f"not under {tmp_path / 'none'}, and the download failed" in errors
-    assert "--data-root" in errors and not list(tmp_path.glob("cifar10-*")) and not (tmp_path / "report").exists()
-
-
-def test_the_script_runs_parts_with_study_py(tmp_path, monkeypatch):
-    """`echo` in place of Python shows the commands; `false` fails."""
-
-    def bash(*arguments, python="echo"):
-        monkeypatch.setenv("PYTHON", python)
-        monkeypatch.setenv("OUT", str(tmp_path))
-        return subprocess.run(
-            ["bash", EXPERIMENTS / "parts.sh", *arguments], capture_output=True, text=True, timeout=60
-        )
-
-    (tmp_path / "run").mkdir()
-    for name in ("result.json", "last.ckpt"):
-        (tmp_path / "run" / name).touch()
-    done = bash("rates", "size", "--jobs", "12")
-    printed = done.stdout.splitlines()
-    assert done.returncode == 0 and [line.split()[:3] for line in printed[::2]] == [
-        ["experiments/study.py", "--protocol", part] for part in ("rates", "size")
-    ]
-    assert "--jobs 12 " in printed[0] and "--jobs 8 " in printed[2] and printed[1].startswith("rates: finished")
-    assert not (tmp_path / "run" / "last.ckpt").exists(), "a finished run needs no checkpoint"
-    failed = bash("decay", python="false")
-    assert failed.returncode == 1 and failed.stdout.startswith("decay: failed, status 1")
-    unknown = bash("heads")
-    assert unknown.returncode == 2 and "heads: one of rates mechanism" in unknown.stderr
-    listed = re.findall(r"^  (\w+) +[\d,]+ s ", bash("--help").stdout, re.MULTILINE)
-    assert listed == ["rates", *protocol.PARTS]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
-import torch
 from nc_study.rundir import RunDirectory
 from runs.files import locked, read_arrays
 from runs.options import StudyError
@@ -18,27 +15,6 @@ def run(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     return directory
-
-
-class Harm:
-    """Code that loading would run."""
-
-    def __reduce__(self):
-        return (os.system, ("true",))
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "code"])
-def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(run, damage):
-    run.save({"epoch": 1, "weight": torch.ones(1000)})
-    path = run.path / "last.ckpt"
-    content = path.read_bytes()
-    middle = content.index(torch.ones(4).numpy().tobytes()) + 400
-    if damage == "code":
-        torch.save({"epoch": 1, "weight": Harm()}, path)
-    else:
-        path.write_bytes(content[:middle] + (b"\xff" + content[middle + 1 :] if damage == "flip" else b""))
-    with pytest.raises(StudyError, match="last.ckpt cannot be read .* delete it, and --resume trains from the start"):
-        run.restore()
 
 
 def test_what_was_saved_after_the_checkpoint_is_dropped(run):
@@ -78,18 +54,6 @@ def test_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(run)
         run.start(made_up_settings(lr=0.1, resume=True))
     with pytest.raises(StudyError, match="was begun with --kernel auto, not torch"):  # no advice that fails
         run.start(made_up_settings(lr=0.3, kernel="torch"))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [("{", "settings.json cannot be read"), (None, "settings.json is missing")]
-)
-def test_a_run_that_cannot_be_read_is_not_gone_on_with(run, content, message):
-    run.start(made_up_settings())
-    run.save({"epoch": 1})
-    begun = run.path / "settings.json"
-    begun.unlink() if content is None else begun.write_text(content)
-    with pytest.raises(StudyError, match=message):
-        run.start(made_up_settings(resume=True))
 
 
 def test_a_second_process_is_kept_out(run):

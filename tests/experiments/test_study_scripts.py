@@ -16,7 +16,7 @@ from nc_study.cli import main
 from nc_study.rundir import RunDirectory
 from nc_study.training import Trainer
 from runs.files import read_arrays
-from study_helpers import KILLED, TINY, assert_same, folder_of, full_disk, python, run_script
+from study_helpers import KILLED, TINY, assert_same, folder_of, full_disk, python
 
 import deqfast
 
@@ -91,20 +91,6 @@ def test_the_cell_of_a_finished_run_is_a_problem_of_the_benchmarks(whole, tmp_pa
     assert_close(means, bias.expand_as(means), ITERATES)
 
 
-@pytest.mark.usefixtures("no_network")
-def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    arguments = [word for word in TINY if word not in ("--dataset", "shapes", "--ratio", "10")]
-    assert run_script("cifar_balanced.py", *arguments, "--epochs", "1", "--n-majority", "5", "--model", "explicit") == 0
-    printed = capsys.readouterr().out
-    assert "data: shapes instead of CIFAR-10: not under data, and the download failed" in printed
-    assert "50 training images (10 classes of 5)" in printed
-    assert "not comparable with the paper: shapes" in printed and "paper: overall" not in printed
-    assert "minority" not in printed
-    assert list(tmp_path.glob("runs/shapes-balanced-quick-explicit-seed0-*/result.json"))
-    assert not list((tmp_path / "data").iterdir())
-
-
 @pytest.mark.tier("full")
 def test_kill_9_and_resume_end_in_the_same_bits(whole, study, tmp_path):
     """111 images are 7 steps per epoch: killed in the DEQ's second epoch, after three of the explicit network."""
@@ -160,10 +146,3 @@ def test_a_finished_run_is_printed_again_and_never_overwritten(study, whole):
     status, again, _ = study(*out, "--resume")
     assert status == 0 and again.partition("Test accuracy")[2] == printed.partition("Test accuracy")[2] != ""
     assert files() == before
-
-
-def test_compiling_without_a_compiler_is_an_error_in_a_line(study, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    status, printed, errors = study("--compile")
-    assert status == 1 and printed == "" and errors.count("\n") == 1 and "--compile: torch.compile needs" in errors

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
 from correctness import GRADIENT
 from nc_study import training
-from nc_study.analysis import shown_features
 from nc_study.config import settings_from
 from nc_study.training import Inference, SolverTally, Trainer, accuracies, describe, learning_rate, usable
 from runs.options import StudyError
@@ -73,23 +71,6 @@ def test_without_a_usable_sample_no_step_is_taken(monkeypatch):
     assert line.train_solver.skipped == len(one.data.train_images)
     assert all(torch.equal(a, b) for a, b in zip((*one.network.parameters(), *momenta), before, strict=True))
     assert len(one.infer("test").predictions) == 20  # evaluation leaves nothing out
-
-
-@float64()
-def test_compiled_parts_give_the_same_numbers(monkeypatch):
-    """Captured and run op by op: generating code takes minutes."""
-    compiled, real = [], torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self) or real(self, backend="eager"))
-    found = []
-    for asked in (False, True):
-        one = trainer(width=2, compile=asked)
-        images, labels = next(one.data.epoch(0, 1, 16))
-        losses = [one.train_step(images, labels, SolverTally(CPU))[0] for _ in range(2)]
-        found.append([losses, list(one.network.parameters())])
-    assert compiled == [one.network.stem, one.network.trunk]
-    assert_same(*found, rtol=GRADIENT, atol=GRADIENT)
-    explicit = trainer("explicit", compile=True).network
-    assert compiled[2:] == [explicit.stem, explicit.trunk, explicit.last]
 
 
 @float64()
@@ -171,10 +152,3 @@ def test_logit_adjustment_adds_the_classes_shares_in_training_only():
     trained = [each.train_step(images, labels, SolverTally(CPU)) for each in (one, adjusted)]
     assert trained[1][0] == pytest.approx(float(expected)) != pytest.approx(float(trained[0][0]))
     assert trained[0][1] == trained[1][1], "what is right is judged by the logits as they are"
-
-
-def test_every_class_is_shown_equally_often_where_it_has_the_images():
-    one = trainer("explicit", n_majority=80, ratio=8)
-    shown = shown_features(one.network, one.data)
-    assert shown["features"].shape == (3 * 50 + 7 * 10, 8) and shown["features"].dtype == np.float16
-    assert np.bincount(shown["labels"]).tolist() == [50] * 3 + [10] * 7

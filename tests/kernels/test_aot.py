@@ -7,12 +7,9 @@ from harness.compiled import Unavailable, ahead_of_time
 
 # Compiled together: each group and architecture takes a process, which takes seconds to start.
 GROUPS = [
-    ("picard", "picard/sums", "picard/judge", "picard/step"),
-    ("left", "left/shared", "judge"),
-    ("right", "right/shared", "row", "solve", "dots", "gamma", "product"),
-    ("act", "act'", "resid", "resid'"),
-    ("sums", "means", "scatter"),
-    ("fc", "fc_vjp"),
+    ("picard", "picard/sums", "picard/judge", "picard/step", "fc", "fc_vjp"),
+    ("left", "left/shared", "judge", "sums", "means", "scatter"),
+    ("right", "right/shared", "row", "solve", "dots", "gamma", "product", "act", "act'", "resid", "resid'"),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -67,30 +66,12 @@ def test_the_logits_in_closed_form():
     assert math.isnan(class_geometry(torch.ones(1, 3), torch.ones(1), torch.ones(1, 3)).logits)
 
 
-def test_equal_sizes_make_seli_the_simplex():
-    equal = torch.full((5,), 7.0, dtype=torch.float64)
-    for of_means, make in product((True, False), (seli, orthogonal_frame)):
-        target = make(equal, of_means)
-        assert gram_distance(factor(simplex(equal)), target) < 1e-14 or (of_means and make is orthogonal_frame)
-    # Of the identity and C, |C|^2 = tr C = K - 1: cosine sqrt((K - 1) / K).
-    expected = math.sqrt(2 - 2 * math.sqrt(4 / 5))
-    assert class_geometry(torch.eye(5), equal).means.simplex == pytest.approx(expected)
-
-
 def test_the_simplex_in_closed_form():
     """Off-centre, it is equinorm and equiangular, and only the centred Gram matrix is at no distance."""
     corners = factor(simplex(SIZES)) @ rotation(4)
     found = class_geometry(corners + 3 * torch.randn(4, dtype=torch.float64), torch.full((4,), 5)).means
     assert max(found.simplex_centered, found.equinorm, found.equiangular) < 1e-13 < 0.5 < found.simplex
     assert found.majority_cosine > 0 and math.isnan(found.minority_cosine) and math.isnan(found.between_cosine)
-
-
-def test_cosines_tell_a_collapsed_minority():
-    weight = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 2], [0, 0, 3]])
-    found = class_geometry(weight, torch.tensor([9, 9, 1, 1, 1]), weight).classifier
-    assert (found.majority_cosine, found.minority_cosine, found.between_cosine) == (0, 1, 0)
-    three = class_geometry(weight, torch.tensor([9, 9, 1, 1, 1]), weight, majority=3).classifier
-    assert three.minority_cosine == 1 and three.between_cosine == pytest.approx(1 / 3)
 
 
 def test_cdnv_in_closed_form():
@@ -141,12 +122,6 @@ def test_classes_without_samples_are_dropped():
     assert single.classifier is single.cdnv is None
 
 
-def test_nothing_centred_is_defined_of_equal_means():
-    found = class_geometry(torch.randn(3).expand(7, 3), torch.full((7,), 5)).means
-    assert all(map(math.isnan, (found.simplex_centered, found.equinorm, found.equiangular)))
-    assert found.majority_cosine == pytest.approx(1) and found.simplex == pytest.approx(2**0.5)
-
-
 def test_it_is_measured_with_nc1_to_nc4_of_samples_and_of_streams():
     """Rows that are not finite, and a class without samples, are left out."""
     labels = torch.cat([torch.zeros(90), torch.ones(90), torch.full((9,), 3)]).long()[torch.randperm(189)]
@@ -173,13 +148,6 @@ def test_it_is_measured_with_nc1_to_nc4_of_samples_and_of_streams():
         assert_same(metric.compute().geometry, given)
     lost = deqfast.neural_collapse(torch.full((3, 2), torch.nan), torch.arange(3), geometry=True)
     assert lost.num_classes == 0 and lost.geometry is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes_and_strides(dtype):
-    means = torch.randn(7, 2 * 5).to(dtype)[:, ::2]
-    counts = torch.tensor([7, 7, 1, 2, 3, 4, 5])
-    assert_alike(class_geometry(means, counts, means), class_geometry(means.double(), counts.double(), means.double()))
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from ... import _extension
-from ...solution import CODES, Arriving, Solution
+from ...solution import CODES, Arriving, Late, Solution
 from ...solvers.base import State
 from ...torch_internals import pytree
 from ...torch_internals.graphs import aside, capture, current, mark, raw_stream, refuse_draws, refuse_waits
 from ...torch_internals.weights import check_not_cached
-from ..device_loop import DEVICE, EACH, DeviceLoop, capture_loop, has_loops
+from ..device_loop import DEVICE, EACH, DeviceLoop, Loop, capture_loop, has_loops
 from ..device_loop import REFUSES as _OF_LOOP
 from ..refusals import Refusals, check_served
 from ..solve import Solve, not_finite, solution_of
@@ -93,7 +93,7 @@ class Graphs:
                 return solution
             _check_cell(cell)
             # A cell that measures its differentiated evaluations would measure those of a capture too.
-            if not _is_ready(cell) or (bind is not forward and _has_any(cell, "end_solve")):
+            if not is_settled(cell) or (bind is not forward and _has_any(cell, "end_solve")):
                 return ordinary()
             while len(self._captured) >= MAX_GRAPHS:
                 self._captured.pop().finished.synchronize()
@@ -130,6 +130,11 @@ class Graphs:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
+
+
+def no_loops() -> str:
+    """Why no loop can be captured."""
+    return f"a loop on the device needs deqfast's CUDA kernels or torch 2.14: {_extension.cuda_reason}"
 
 
 class Captured:
@@ -199,10 +204,9 @@ class Captured:
     def _capture(self) -> Callable[[int], None]:
         """Return the function that launches the solve on a stream."""
         # Backward solves run in a thread of autograd, whose other work must not end a capture.
-        passes, mode = self.results.passes, "thread_local" if self.key[2] is forward else "relaxed"
-        if _extension.cuda_module is not None:
-            graphs = capture([self._begin, *[self._body] * bool(self.loop.most), self._end], mode)
-            return join(graphs, self.state.active, passes, self.loop.most)
+        loop, passes, mode = self.loop, self.results.passes, "thread_local" if self.key[2] is forward else "relaxed"
+        if _extension.cuda_module is not None and loop.most:
+            return join(capture([self._begin, self._body, self._end], mode), [Loop(loop, passes)])
 
         def whole_solve() -> None:
             self._begin()
@@ -210,9 +214,8 @@ class Captured:
                 capture_loop(self.loop, passes)
             self._end()
 
-        if self.loop.most and not has_loops():
-            reason = f"a loop on the device needs deqfast's CUDA kernels or torch 2.14: {_extension.cuda_reason}"
-            raise RuntimeError(reason)
+        if loop.most and not has_loops():
+            raise RuntimeError(no_loops())
         (graph,) = capture([whole_solve], mode)
         return lambda stream: graph.replay()
 
@@ -232,11 +235,41 @@ class Captured:
         return outcome.solution(self.solve), outcome
 
 
-class Results:
-    """Memory of all results, which one operation copies for a caller that keeps them.
+class Memory:
+    """Memory of all results of a graph, which one operation copies for a caller that keeps them.
+
+    Args:
+        like: tensors without gaps that say what it has, by name.
 
     Attributes:
         memory: all of it, bytes.
+    """
+
+    def __init__(self, like: dict[Any, Tensor], device: torch.device) -> None:
+        self._places: list[Any] = []
+        end = 0
+        for name, tensor in like.items():
+            self._places.append((name, tensor.dtype, end // tensor.itemsize, tensor.shape, tensor.stride()))
+            end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        self.memory = torch.zeros(end, dtype=torch.uint8, device=device)
+
+    def write(self, values: dict[Any, Tensor]) -> None:
+        """Copy the values of all parts into this memory."""
+        for name, dtype, first, shape, strides in self._places:
+            self.memory.view(dtype).as_strided(shape, strides, first).copy_(values[name])
+
+    def of(self, memory: Tensor) -> dict[Any, Tensor]:
+        """The parts of such memory. They are not views for torch, which would refuse some writes in place."""
+        storage, parts = memory.untyped_storage(), {}
+        for name, dtype, *place in self._places:
+            parts[name] = torch.empty(0, dtype=dtype, device=memory.device).set_(storage, *place)
+        return parts
+
+
+class Results(Memory):
+    """Memory of the results of a solve.
+
+    Attributes:
         parts: tensors in it, by name: those of the state, `finite` (B,), the leaves of the value, and `numbers`. These
             are the passes, the rows of z0 that are not finite, and the number of samples of each status.
     """
@@ -250,22 +283,10 @@ class Results:
             like["trace"] = state.trace
         if not self.packing.is_view:
             like |= {f"value {i}": leaf for i, leaf in enumerate(_leaves(self.packing.unpack(state.best)))}
-        self._places: list[Any] = []
-        end = 0
-        for name, tensor in like.items():
-            self._places.append((name, tensor.dtype, end // tensor.itemsize, tensor.shape, tensor.stride()))
-            end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-        self.memory = torch.zeros(end, dtype=torch.uint8, device=state.z.device)
+        super().__init__(like, state.z.device)
         self.parts = self.of(self.memory)
         self.codes = torch.arange(CODES, dtype=torch.int8, device=state.z.device)
         self.passes = self.parts["numbers"][:1]
-
-    def of(self, memory: Tensor) -> dict[str, Tensor]:
-        """The parts of such memory. They are not views for torch, which would refuse some writes in place."""
-        storage, parts = memory.untyped_storage(), {}
-        for name, dtype, *place in self._places:
-            parts[name] = torch.empty(0, dtype=dtype, device=memory.device).set_(storage, *place)
-        return parts
 
     def own(self, state: State) -> State:
         """The state, with its results in this memory."""
@@ -324,7 +345,7 @@ class Outcome(Arriving):
             value = leaves[0] if packing.is_tensor else pytree.tree_unflatten(leaves, packing.spec)
         ended = parts["status"], parts["iterations"], parts["residual"].unbind()
         trace = parts.get("trace")
-        return solution_of(packing, solve.solver, value, *ended, self.evaluations, None, trace, self)
+        return solution_of(packing, solve.solver, value, *ended, Late(self.evaluations), None, trace, self)
 
 
 class Fixed:
@@ -393,19 +414,19 @@ def _has_any(cell: nn.Module, *names: str) -> bool:
     return any([hasattr(module, name) for module in cell.modules() for name in names])
 
 
-def _is_ready(cell: nn.Module) -> bool:
+def is_settled(cell: nn.Module) -> bool:
     """Return whether no submodule will change between solves any more, by its `has_settled`."""
     checks = [getattr(module, "has_settled", None) for module in cell.modules()]
     return all(check() for check in checks if check is not None)
 
 
-def join(graphs: Sequence[Any], active: Tensor, passes: Tensor, most: int) -> Callable[[int], None]:
-    """Function that launches on a stream: begin, at most `most` passes of body while `active` samples run, and end."""
+def join(graphs: Sequence[Any], loops: Sequence[Loop]) -> Callable[[int], None]:
+    """Function that launches on a stream, as one graph: a part, passes of the first loop, a part, and so on."""
     module: Any = _extension.cuda_module
-    begin, *body, end = [graph.raw_cuda_graph() for graph in graphs]
-    graph = module.while_graph(begin, body[0] if body else 0, end, active.data_ptr(), passes.data_ptr(), most)
+    ends = tuple((loop.active.data_ptr(), loop.passes.data_ptr(), loop.most) for loop in loops)
+    graph = module.while_graph(tuple(graph.raw_cuda_graph() for graph in graphs), ends)
 
-    def launch(stream: int, keeps: Sequence[Any] = graphs) -> None:  # the graphs own the memory
+    def launch(stream: int, keeps: Sequence[Any] = (graphs, loops)) -> None:  # the graphs own the memory
         module.launch_graph(graph, stream)
 
     return launch

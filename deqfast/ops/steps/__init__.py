@@ -2,6 +2,9 @@
 
 The first three work in place on B samples of D elements, in the dtype of the state. Samples whose status is not 0 are
 neither read nor written. The last is the transposed product with a window of pairs. g stands for f(z) - z.
+
+``picard_sums`` and ``picard_apply``, and likewise of the other steps, are the halves of a step whose rows are not whole
+samples, see ``split``.
 """
 
 from __future__ import annotations
@@ -88,13 +91,16 @@ class _Window:
 
 
 @dataclass
-class MultisecantStep(_Evaluation, _Window, _State):
-    """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
-
+class _Method:
     method: Annotated[int, METHOD]  # Broyden good, Broyden bad, Anderson I, Anderson II
     alpha: float  # length of the step
     beta: float  # mixing
     ridge: float  # Anderson: added to the diagonal of the equilibrated N
+
+
+@dataclass
+class MultisecantStep(_Method, _Evaluation, _Window, _State):
+    """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +142,101 @@ class BroydenStep(_Evaluation, _Steps, _State):
     """
 
 
+@dataclass
+class _Rows:
+    z: Annotated[Tensor, Shaped("B, D", STATE)]
+    fz: Annotated[Tensor, Shaped("B, D", STATE)]
+    status: Annotated[Tensor, Shaped("B", torch.int8)]
+
+
+@dataclass
+class PicardSums(_Rows):
+    """Sums over the elements of each row whose status is 0; those of the others stay."""
+
+    sums: Annotated[Tensor, InOut("B, 2", STATE)]  # |g|^2 and |f(z)|^2
+
+
+@dataclass
+class MultisecantSums(_Rows):
+    """Likewise, and complete the newest pair, as the step does."""
+
+    f_prev: Annotated[Tensor, Shaped("B, D", STATE)]
+    left: Annotated[Tensor, InOut("B, M, D", HISTORY)]
+    df: Annotated[Tensor, InOut("B, M, D", HISTORY)]
+    gram: Annotated[Tensor, Shaped("B, M + 2, M", STATE)]
+    # |g|^2, |f(z)|^2; L^T g and L^T y by slot, n = min(k, M) each; |l|^2 and |y|^2 of the newest pair, and if L holds
+    # steps, its row of N (n).
+    sums: Annotated[Tensor, InOut("B, K", STATE)]
+    k: Annotated[int, Range(1, MAX_ITERATIONS - 1)]
+    method: Annotated[int, METHOD]
+    beta: float
+
+
+@dataclass
+class BroydenSums(_Rows):
+    """Likewise."""
+
+    steps: Annotated[Tensor, Shaped("B, M, D", STATE)]
+    sums: Annotated[Tensor, InOut("B, K", STATE)]  # |g|^2, |f(z)|^2, and dots of the newest step and of g with k steps
+    k: Annotated[int, Range(1, MAX_ITERATIONS - 1)]
+
+
+@dataclass
+class _Judged:
+    z: Annotated[Tensor, InOut("B, D", STATE)]
+    fz: Annotated[Tensor, Shaped("B, D", STATE)]
+    best: Annotated[Tensor, InOut("B, D", STATE)]
+    verdict: Annotated[Tensor, Shaped("B", torch.int8)]  # bits IMPROVED, BROKEN and ADVANCES; 0: the row stays
+
+
+@dataclass
+class PicardApply(_Judged):
+    """The step of the rows whose verdict says so, and of all rows what it says of the best iterate."""
+
+    damping: float
+
+
+@dataclass
+class _JudgedPairs(_Judged):
+    left: Annotated[Tensor, InOut("B, M, D", HISTORY)]
+    df: Annotated[Tensor, Shaped("B, M, D", HISTORY)]
+    gram: Annotated[Tensor, InOut("B, M + 2, M", STATE)]
+
+
+@dataclass
+class _JudgedSteps(_Judged):
+    steps: Annotated[Tensor, InOut("B, M, D", STATE)]
+    gram: Annotated[Tensor, InOut("B, M, M", STATE)]
+    first: Annotated[Tensor, InOut("B", torch.int32)]
+
+
+@dataclass
+class _Joined:
+    sums: Annotated[Tensor, Shaped("B, K", STATE)]  # over all parts of each sample; not read if k = 0
+    k: Annotated[int, Range(0, MAX_ITERATIONS - 1)]
+
+
+@dataclass
+class MultisecantApply(_Method, _Joined, _JudgedPairs):
+    """Likewise, with the sums of ``MultisecantSums``."""
+
+
+@dataclass
+class BroydenApply(_Joined, _JudgedSteps):
+    """Likewise, with the sums of ``BroydenSums``."""
+
+
 PAIRS = {"M": Range(1, MAX_GPU_HISTORY)}
 
 register(Op("picard_step", PicardStep, "z", triton="picard_step", binds=True))
 register(Op("multisecant_step", MultisecantStep, "z", limits=PAIRS, triton="multisecant_step"))
 register(Op("broyden_step", BroydenStep, "z", binds=True))
+register(Op("picard_sums", PicardSums, "z"))
+register(Op("picard_apply", PicardApply, "z"))
+register(Op("multisecant_sums", MultisecantSums, "z", limits=PAIRS))
+register(Op("multisecant_apply", MultisecantApply, "z", limits=PAIRS))
+register(Op("broyden_sums", BroydenSums, "z"))
+register(Op("broyden_apply", BroydenApply, "z"))
 register(
     Op(
         "multisecant_transposed",

@@ -1,7 +1,7 @@
 """Steps in plain torch: the specification of their kernels. They wait for the device only if k is negative.
 
-A step has two halves: what it sums over the elements of a sample, and how it judges and applies the sums. Between them
-`parts` sums over all rows that are parts of one sample, see ``Parts``; without it each row is a sample.
+A step has two halves: what it sums over the elements of a sample, and how it judges and applies the sums. The halves
+are ops of their own too, for rows that are not whole samples, see ``deqfast.ops.steps.split``.
 
 In a loop of a graph, k is a tensor () int64 of at least 1 instead of a number. All slots of the history are then in the
 window. Slots without a pair must be zeros: such pairs change nothing.
@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from ...kernels.constants import (
+    ADVANCES,
     ANDERSON_I,
     ANDERSON_II,
+    BROKEN,
     BROYDEN_BAD,
     BROYDEN_GOOD,
     CONVERGED,
     ESCAPED,
     GROWTH,
+    IMPROVED,
     MAX_ITER,
     NONFINITE,
     PIVOT_FLOOR,
@@ -35,11 +38,27 @@ from ...kernels.constants import (
     STALL_ITERATIONS,
     STALLED,
 )
-from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, Parts, PicardStep, StopRule
+from . import (
+    PROGRESS,
+    BroydenApply,
+    BroydenStep,
+    BroydenSums,
+    MultisecantApply,
+    MultisecantStep,
+    MultisecantSums,
+    MultisecantTransposed,
+    Parts,
+    PicardApply,
+    PicardStep,
+    PicardSums,
+    StopRule,
+)
+from .positions import Positions
 
 Step = PicardStep | MultisecantStep | BroydenStep
 AnyStep = TypeVar("AnyStep", PicardStep, MultisecantStep, BroydenStep)
 Index = int | Tensor  # a number, or a tensor () int64
+HOLDS_STEPS = BROYDEN_GOOD, ANDERSON_I  # methods whose L holds steps
 GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
 
 
@@ -83,26 +102,43 @@ Norms = tuple[Tensor, Tensor]
 """Norms (B,) of g and of f(z)."""
 
 
-def _summed(a: Step, g: Tensor, products: list[Tensor], parts: Parts | None) -> tuple[Norms, list[Tensor]]:
-    """Norms, and the products (B, K) summed over the parts of each sample.
+def _norms(a: Step, g: Tensor) -> Norms:
+    return _norm(g, a.rule.maximum), _norm(a.fz, a.rule.maximum)
+
+
+def _squares(*vectors: Tensor) -> Tensor:
+    return torch.stack([_dot(v, v) for v in vectors], dim=1)
+
+
+def joined(a: Step, sums: Tensor, parts: Parts) -> tuple[Norms, Tensor]:
+    """Norms, and `sums` (B, 2 + K) over the parts of each sample: the squares of g and f(z), and products.
 
     One sum over the parts suffices for Euclidean norms whose squares are sound; the largest magnitude needs another.
     """
-    vectors, maximum = (g, a.fz), a.rule.maximum
-    if parts is None:
-        return (_norm(g, maximum), _norm(a.fz, maximum)), products
-    squares = torch.stack([_dot(v, v) for v in vectors], dim=1)
-    if products or not maximum:
-        summed = parts.sum(torch.cat([squares, *products], dim=1))
-        squares, *products = summed.split([2, *(product.shape[1] for product in products)], dim=1)
+    maximum = a.rule.maximum
+    if sums.shape[1] > 2 or not maximum:
+        sums = parts.sum(sums)
+    squares = sums[:, :2]
     if not maximum and bool((_is_sound(squares) | (a.status != RUNNING)[:, None]).all()):
-        return _pair(squares.sqrt()), products
+        return _pair(squares.sqrt()), sums
+    vectors = a.fz - a.z, a.fz
     largest = parts.most(torch.stack([_largest(v) for v in vectors], dim=1))
     if maximum:
-        return _pair(largest), products
+        return _pair(largest), sums
     scale = torch.where(largest == 0, 1, largest)
     scaled = [v / of[:, None] for v, of in zip(vectors, scale.unbind(1), strict=True)]
-    return _pair(_length(squares, scale, parts.sum(torch.stack([_dot(v, v) for v in scaled], dim=1)))), products
+    return _pair(_length(squares, scale, parts.sum(_squares(*scaled)))), sums
+
+
+def joined_positions(a: Step, sums: Tensor, positions: Positions) -> tuple[Norms, Tensor]:
+    """Likewise over each position and the earlier ones; the products are L^T g, then those of the newest pair."""
+    running, own = a.status == RUNNING, torch.stack(_norms(a, a.fz - a.z), dim=1)
+    norms, n = _pair(positions.norms(own, running, a.rule.maximum)), sums.shape[1] - 2
+    if n and isinstance(a, MultisecantStep):
+        n = _pairs(a.k, a.left.shape[1])
+        products = positions.products([sums[:, 2 : 2 + n], sums[:, 2 + n :]], running, a.k)
+        sums = torch.cat([sums[:, :2], *products], dim=1)
+    return norms, sums
 
 
 def _pair(columns: Tensor) -> Norms:
@@ -164,12 +200,21 @@ def _numbered(a: AnyStep) -> AnyStep:
     return replace(a, k=k, last=k + 1 >= -a.k)
 
 
-def _judge(a: Step, g: Tensor, norms: Norms) -> Tensor:
-    """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
+def judge(a: Step, g: Tensor, norms: Norms, positions: Positions | None = None) -> Tensor:
+    """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step.
+
+    A position neither converges nor stalls before the earlier ones have ended: its residual would not
+    belong to the value.
+    """
     running = a.status == RUNNING
     now = evaluated(a.z, a.fz, a.rule, begun(a.progress, a.k), norms)
     finite = torch.isfinite(now.res_abs)
     converged = running & finite & now.converged(a.rule)
+    judged = running & finite
+    if positions is not None:
+        in_turn = positions.in_turn(converged | ~running)
+        judged &= in_turn | ~converged  # one that waits for its turn has not run away
+        converged &= in_turn
 
     gain, gain_iteration, first, start, best_size, least = (a.progress[i] for i in range(len(PROGRESS)))
     rounding = rounding_of(g.dtype, a.rule.stall_floor)
@@ -185,7 +230,7 @@ def _judge(a: Step, g: Tensor, norms: Norms) -> Tensor:
         torch.where(running & finite, now.first, first),
         torch.where(running & finite, now.start, start),
         torch.where(improved, now.size, best_size),
-        torch.where(running & finite, torch.minimum(now.measure(a.rule.absolute), least), least),
+        torch.where(judged, torch.minimum(now.measure(a.rule.absolute), least), least),
     ]
     a.progress.copy_(torch.stack(progress))
     stalled = (
@@ -194,6 +239,8 @@ def _judge(a: Step, g: Tensor, norms: Norms) -> Tensor:
         & (a.progress[LEAST] > a.rule.tol)
     )
     stalled &= running & finite & ~converged
+    if positions is not None:
+        stalled &= positions.in_turn(stalled | converged | ~running)
     broken = running & ~finite
 
     a.iterations.copy_(torch.where(running, a.k + 1, a.iterations))
@@ -212,56 +259,123 @@ def end(status: Tensor, progress: Tensor, tol: float) -> None:
     status.masked_fill_(running & escaped, ESCAPED).masked_fill_(running & ~escaped, MAX_ITER)
 
 
-def picard_step(a: PicardStep, parts: Parts | None = None) -> None:
+def picard_step(a: PicardStep) -> None:
     """z <- z + damping (f(z) - z) for every running sample."""
     a = _numbered(a)
     g = a.fz - a.z
-    advance = _judge(a, g, _summed(a, g, [], parts)[0])
+    advance = judge(a, g, _norms(a, g))
     if not a.last:
         a.z.copy_(torch.where(advance[:, None], a.fz if a.damping == 1.0 else a.z + a.damping * g, a.z))
 
 
-def multisecant_step(a: MultisecantStep, parts: Parts | None = None) -> None:
+def picard_sums(a: PicardSums) -> None:
+    """Squares of g and f(z)."""
+    _store_sums(a, a.fz - a.z, [])
+
+
+def _store_sums(a: PicardSums | MultisecantSums | BroydenSums, g: Tensor, products: list[Tensor]) -> None:
+    """Store the squares of g and f(z), and the products, of the running rows."""
+    a.sums.copy_(torch.where((a.status == RUNNING)[:, None], torch.cat([_squares(g, a.fz), *products], dim=1), a.sums))
+
+
+def picard_apply(a: PicardApply) -> None:
+    """z <- z + damping (f(z) - z) for the rows that take the step."""
+    advance = _carried_out(a)
+    a.z.copy_(torch.where(advance[:, None], a.fz if a.damping == 1.0 else a.z + a.damping * (a.fz - a.z), a.z))
+
+
+def _carried_out(a: PicardApply | MultisecantApply | BroydenApply) -> Tensor:
+    """Keep or restore the best iterates; return the mask (B,) of the rows that take the step."""
+    improved, broken, advance = ((a.verdict & bit) != 0 for bit in (IMPROVED, BROKEN, ADVANCES))
+    a.best.copy_(torch.where(improved[:, None], a.z, a.best))
+    a.z.copy_(torch.where(broken[:, None], a.best, a.z))
+    return advance
+
+
+def multisecant_step(a: MultisecantStep) -> None:
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
     a = _numbered(a)
     g = a.fz - a.z
-    n, slot = 0 if a.last else _pairs(a.k, a.left.shape[1]), a.k % a.left.shape[1]
+    n = 0 if a.last else _pairs(a.k, a.left.shape[1])
     with torch.autocast(a.z.device.type, enabled=False):
         pair = _newest_pair(a) if n else None
         products = [] if pair is None else _products(a, pair, g, n)
-    norms, products = _summed(a, g, products, parts)
-    advance = _judge(a, g, norms)
+    advance = judge(a, g, _norms(a, g))
     if a.last:
         return
     with torch.autocast(a.z.device.type, enabled=False):
-        step = a.beta * g
         if pair is not None:
-            _append_pair(a, advance, pair, *products[1:])
-            gamma = solve_window(a.gram, products[0], a.k, a.method, a.ridge)
-            step = step - torch.einsum("bmd,bm->bd", a.df[:, :n].to(a.z.dtype), gamma)
-        # The history keeps the step as it is taken, so that secant equations stay exact in a short history dtype.
-        z_next = a.z + (a.alpha * step).to(a.left.dtype).to(a.z.dtype)
-        _put(a.left, slot, z_next - a.z, advance)
-        if n and a.method in (BROYDEN_GOOD, ANDERSON_I):
-            dots = torch.einsum("bmd,bd->bm", a.df[:, :n].to(a.z.dtype), _at(a.left, slot).to(a.z.dtype))
-            _put(a.gram[:, :, :n], slot, dots, advance)
-        a.z.copy_(torch.where(advance[:, None], z_next, a.z))
+            _keep_pair(a, advance, pair)
+        _take_step(a, g, advance, n, products)
 
 
-def broyden_step(a: BroydenStep, parts: Parts | None = None) -> None:
+def multisecant_sums(a: MultisecantSums) -> None:
+    """Complete the newest pair; squares and products of the rows."""
+    g, pair = a.fz - a.z, _newest_pair(a)
+    _store_sums(a, g, _products(a, pair, g, _pairs(a.k, a.left.shape[1])))
+    _keep_pair(a, a.status == RUNNING, pair)
+
+
+def multisecant_apply(a: MultisecantApply) -> None:
+    """z <- z + alpha (beta g - DF gamma) for the rows that take the step, from the sums of all parts."""
+    advance, n = _carried_out(a), _pairs(a.k, a.left.shape[1])
+    sizes = [n, n, 2, n] if a.method in HOLDS_STEPS else [n, n, 2]
+    _take_step(a, a.fz - a.z, advance, n, [*a.sums[:, 2:].split(sizes, dim=1)] if n else [])
+
+
+def _take_step(
+    a: MultisecantStep | MultisecantApply, g: Tensor, advance: Tensor, n: int, products: list[Tensor]
+) -> None:
+    """Take the step of the rows that advance, with the n pairs of the window and the sums of ``_products``."""
+    step, slot = a.beta * g, a.k % a.left.shape[1]
+    if n:
+        t, *of_pair = products
+        _enter_pair(a, advance, *of_pair)
+        gamma = solve_window(a.gram, t, a.k, a.method, a.ridge)
+        step = step - torch.einsum("bmd,bm->bd", a.df[:, :n].to(a.z.dtype), gamma)
+    # The history keeps the step as it is taken, so that secant equations stay exact in a short history dtype.
+    z_next = a.z + (a.alpha * step).to(a.left.dtype).to(a.z.dtype)
+    _put(a.left, slot, z_next - a.z, advance)
+    if n and a.method in HOLDS_STEPS:
+        dots = torch.einsum("bmd,bd->bm", a.df[:, :n].to(a.z.dtype), _at(a.left, slot).to(a.z.dtype))
+        _put(a.gram[:, :, :n], slot, dots, advance)
+    a.z.copy_(torch.where(advance[:, None], z_next, a.z))
+
+
+def broyden_step(a: BroydenStep) -> None:
     """z <- z + s_k with s_k = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1})."""
     a = _numbered(a)
     g = a.fz - a.z
-    n, products = 0 if a.last else _pairs(a.k, a.steps.shape[1]), []
-    known = a.steps[:, :n]
+    n = 0 if a.last else _pairs(a.k, a.steps.shape[1])
+    products = _dots_of_steps(a, g, n) if n else []
+    advance = judge(a, g, _norms(a, g))
+    if not a.last:
+        _take_broyden_step(a, g, advance, n, products)
+
+
+def broyden_sums(a: BroydenSums) -> None:
+    """Squares, and dots of the newest step and of g with the steps."""
+    g = a.fz - a.z
+    _store_sums(a, g, _dots_of_steps(a, g, a.k))
+
+
+def broyden_apply(a: BroydenApply) -> None:
+    """z <- z + s_k for the rows that take the step, from the sums of all parts."""
+    advance = _carried_out(a)
+    _take_broyden_step(a, a.fz - a.z, advance, a.k, [*a.sums[:, 2:].split(a.k, dim=1)] if a.k else [])
+
+
+def _dots_of_steps(a: BroydenStep | BroydenSums, g: Tensor, n: int) -> list[Tensor]:
+    """Dots (B, n) of the first n steps with the newest one and with g."""
     with torch.autocast(a.z.device.type, enabled=False):
-        if n:
-            products = [torch.einsum("bmd,bd->bm", known, v) for v in (_at(a.steps, a.k - 1), g)]
-    norms, products = _summed(a, g, products, parts)
-    advance = _judge(a, g, norms)
-    if a.last:
-        return
-    step = g
+        return [torch.einsum("bmd,bd->bm", a.steps[:, :n], v) for v in (_at(a.steps, a.k - 1), g)]
+
+
+def _take_broyden_step(
+    a: BroydenStep | BroydenApply, g: Tensor, advance: Tensor, n: int, products: list[Tensor]
+) -> None:
+    """Take the step of the rows that advance, with n steps and the sums of ``_dots_of_steps``."""
+    step, known = g, a.steps[:, :n]
     with torch.autocast(a.z.device.type, enabled=False):
         if n:
             newest, t = products
@@ -336,7 +450,7 @@ class _Pair:
     dg: Tensor
 
 
-def _newest_pair(a: MultisecantStep) -> _Pair:
+def _newest_pair(a: MultisecantStep | MultisecantSums) -> _Pair:
     """The newest pair, whose step is in `left`."""
     s, df = _at(a.left, (a.k - 1) % a.left.shape[1]).to(a.z.dtype), a.fz - a.f_prev
     dg = df - s
@@ -344,8 +458,8 @@ def _newest_pair(a: MultisecantStep) -> _Pair:
     return _Pair(s, df, dg.to(a.left.dtype).to(a.z.dtype) if a.method in (ANDERSON_II, BROYDEN_BAD) else dg)
 
 
-def _products(a: MultisecantStep, pair: _Pair, g: Tensor, n: int) -> list[Tensor]:
-    """Products with the newest pair, (B, .): L^T g, its column of N and its lengths; its row of N if it is another.
+def _products(a: MultisecantStep | MultisecantSums, pair: _Pair, g: Tensor, n: int) -> list[Tensor]:
+    """Products with the newest pair, (B, .): L^T g, its column of N, squared lengths, and its row of N if that differs.
 
     They are sums over the elements. `gram` has DF^T s, which the previous step has summed over this part only.
     """
@@ -355,23 +469,27 @@ def _products(a: MultisecantStep, pair: _Pair, g: Tensor, n: int) -> list[Tensor
         everywhere = torch.ones_like(a.status, dtype=torch.bool)
         for products, v in ((t, g), (column, pair.dg)):
             _put(products[:, :, None], newest, _dot(pair.dg, v)[:, None], everywhere)
-        return [t, column]
+        return [t, column, _at(column, newest)[:, None].expand(-1, 2)]
     row = _at(a.gram[:, :, :n], newest)
     if a.method == ANDERSON_I:
         row = (row - torch.einsum("bmd,bd->bm", window, pair.s)) / a.beta
     return [t, column, torch.stack([_dot(pair.s, pair.s), _dot(pair.dg, pair.dg)], dim=1), row]
 
 
-def _append_pair(
-    a: MultisecantStep, advance: Tensor, pair: _Pair, column: Tensor, lengths: Tensor | None = None, row: Any = None
+def _keep_pair(a: MultisecantStep | MultisecantSums, rows: Tensor, pair: _Pair) -> None:
+    """Complete the newest pair in the history of these rows (B,)."""
+    newest = (a.k - 1) % a.left.shape[1]
+    _put(a.df, newest, a.beta * pair.df + (1 - a.beta) * pair.s, rows)
+    if a.method in (ANDERSON_II, BROYDEN_BAD):
+        _put(a.left, newest, pair.dg, rows)
+
+
+def _enter_pair(
+    a: MultisecantStep | MultisecantApply, advance: Tensor, column: Tensor, lengths: Tensor, row: Any = None
 ) -> None:
-    """Complete the newest pair, and its row and column of the window matrix, with the sums of ``_products``."""
+    """Enter the newest pair in the window matrix: its row, its column, and its squared lengths."""
     history = a.left.shape[1]
     n, newest = column.shape[1], (a.k - 1) % history
-    _put(a.df, newest, a.beta * pair.df + (1 - a.beta) * pair.s, advance)
-    if lengths is None:
-        _put(a.left, newest, pair.dg, advance)
-        lengths = _at(column, newest)[:, None].expand(-1, 2)
     _put(a.gram[:, :, :n], newest, column if row is None else row, advance)
     _put(a.gram[:, :n].mT, newest, column, advance)
     _put(a.gram[:, history:].mT, newest, lengths, advance)

@@ -1,0 +1,91 @@
+"""Steps of rows that are not whole samples: an op sums over each row, `parts` joins the sums, and an op applies them.
+
+The rows (B, D) are parts of samples, see ``Parts``, or ``Positions``, which are judged in their order. An evaluation is
+
+1. ``<step>_sums``: sums (B, K) over the elements of each row, in the dtype of the state;
+2. one sum of them over all parts; for norms that are the largest magnitudes, or whose squares are not sound, another;
+3. the verdict on each row from the norms, by the kernel's own ``picard_step`` on rows of two numbers; on positions by
+   the reference;
+4. ``<step>_apply``: the step, from the sums of the whole sample.
+
+Between the first and the last, nothing has more than K numbers per row. The product with the transposed inverse, once
+per gradient, runs in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.constants import ADVANCES, BROKEN, IMPROVED, RUNNING
+from . import BroydenStep, MultisecantStep, Parts, PicardStep
+from .positions import Positions
+from .reference import HOLDS_STEPS, joined, joined_positions, judge
+
+Ops = Callable[[str], Callable[..., Any]]
+"""The op of this name, as the kernel runs it."""
+
+
+def picard_step(a: PicardStep, op: Ops, parts: Parts | Positions) -> None:
+    """z <- z + damping g."""
+    _, verdict = _judged(a, _squares(a, op), op, parts)
+    op("picard_apply")(a.z, a.fz, a.best, verdict, 0.0 if a.last else a.damping)
+
+
+def multisecant_step(a: MultisecantStep, op: Ops, parts: Parts | Positions) -> None:
+    """z <- z + alpha (beta g - DF gamma)."""
+    n = min(a.k, a.left.shape[1])
+    if a.last or not n:
+        sums = _squares(a, op)
+    else:
+        sums = a.z.new_zeros(len(a.z), 4 + n * (3 if a.method in HOLDS_STEPS else 2))
+        history = a.f_prev, a.left, a.df, a.gram
+        op("multisecant_sums")(a.z, a.fz, a.status, *history, sums, a.k, a.method, a.beta)
+    sums, verdict = _judged(a, sums, op, parts)
+    judged = a.z, a.fz, a.best, verdict
+    if a.last:
+        op("picard_apply")(*judged, 0.0)
+    else:
+        numbers = a.method, a.alpha, a.beta, a.ridge
+        op("multisecant_apply")(*judged, a.left, a.df, a.gram, sums, a.k, *numbers)
+
+
+def broyden_step(a: BroydenStep, op: Ops, parts: Parts | Positions) -> None:
+    """z <- z + s_k, from the steps only."""
+    if a.last or not a.k:
+        sums = _squares(a, op)
+    else:
+        sums = a.z.new_zeros(len(a.z), 2 + 2 * a.k)
+        op("broyden_sums")(a.z, a.fz, a.status, a.steps, sums, a.k)
+    sums, verdict = _judged(a, sums, op, parts)
+    judged = a.z, a.fz, a.best, verdict
+    if a.last:
+        op("picard_apply")(*judged, 0.0)
+    else:
+        op("broyden_apply")(*judged, a.steps, a.gram, a.first, sums, a.k)
+
+
+def _squares(a: Any, op: Ops) -> Tensor:
+    sums = a.z.new_zeros(len(a.z), 2)
+    op("picard_sums")(a.z, a.fz, a.status, sums)
+    return sums
+
+
+def _judged(a: Any, sums: Tensor, op: Ops, parts: Parts | Positions) -> tuple[Tensor, Tensor]:
+    """The sums over all parts, and the verdicts (B,) int8. Residuals, statuses and iterations are recorded."""
+    positions = parts if isinstance(parts, Positions) else None
+    (length, size), sums = joined(a, sums, parts) if positions is None else joined_positions(a, sums, positions)
+    # A step of rows z = (|f|, |g|) to f(z) = (|f|, 0), whose best iterates are (-1, -1).
+    z = torch.stack([size, length], dim=1)
+    best, fz = torch.full_like(z, -1), torch.stack([size, torch.zeros_like(size)], dim=1)
+    monitor, rule = (a.status, a.iterations, a.residual, a.progress, a.active), a.rule._replace(maximum=True)
+    if positions is None:
+        op("picard_step")(z, fz, best, *monitor, a.k, a.last, *rule, 1.0)
+    else:
+        judge(replace(a, z=z, fz=fz, best=best), fz - z, (length, size), positions)
+    verdict = (best[:, 0] >= 0) * IMPROVED + (z[:, 0] == -1) * BROKEN + (a.status == RUNNING) * ADVANCES
+    return sums, verdict.to(torch.int8)

@@ -1,0 +1,349 @@
+"""Causal solves: no position of a sequence depends on a later one, and each sequence is solved as well as before."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from correctness import assert_close
+from solutions import SOLVERS, Recorder
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, softplus
+
+from deqfast import Anderson, Broyden, DEQBlock, Picard, Status, fixed_point, solve
+from deqfast.ops.steps.positions import Positions
+from deqfast.solution import Solution
+
+B, T, D = 4, 24, 32
+MASK = nn.Transformer.generate_square_subsequent_mask(T)
+
+
+class Block(nn.TransformerEncoderLayer):
+    """A pre-norm block with causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__(D, 2, 2 * D, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, z: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(z, MASK[: z.shape[1], : z.shape[1]], is_causal=True)
+
+
+class Parcae(nn.Module):
+    """A looped block with the structure of Parcae: a state that decays, and an injection of x.
+
+    Source: github.com/sandyresearch/parcae, parcae_lm/modules/injection.py, read in November 2026.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.rate, self.bias = Block(), nn.Parameter(torch.zeros(D)), nn.Parameter(torch.full((D,), 0.6))
+        self.into = nn.Parameter(torch.eye(D))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        step = softplus(self.bias)
+        return self.block(z * torch.exp(-step * self.rate.exp()) + step * (x @ self.into.T))
+
+
+class Characters(nn.Module):
+    """A language model by characters: z* = norm(block(z* + x))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.place, self.block = nn.Embedding(128, D), nn.Embedding(T, D), Block()
+        self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, 128)
+
+    def embedded(self, text: Tensor) -> Tensor:
+        return 2 * (self.table(text) + self.place.weight)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.norm(self.block(z + x))
+
+
+@cache
+def trained(causal: bool = True) -> tuple[Characters, Tensor]:
+    """A model that has learned from this file, and the states of a part of it."""
+    torch.manual_seed(0)
+    text = torch.tensor([ord(c) % 128 for c in Path(__file__).read_text()])
+    model = Characters()
+    block = DEQBlock(model, Anderson(1e-2, 12), causal=causal, warn=False)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(40):
+        rows = text[torch.randint(len(text) - T, (B, 1)) + torch.arange(T + 1)]
+        loss = cross_entropy(model.head(block(model.embedded(rows[:, :-1]))).flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 3.5  # it has learned: a guess has 4.9
+    return model, model.embedded(text[: B * T].view(B, T)).detach()
+
+
+def random(gain: float = 1.0) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    model = Characters()
+    with torch.no_grad():
+        for weight in model.block.parameters():
+            weight.mul_(gain)
+    return model, model.embedded(torch.randint(128, (B, T))).detach()
+
+
+def parcae() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    return Parcae(), torch.randn(B, T, D)
+
+
+CASES = {"parcae": parcae, "trained": trained, "random": partial(random, 2.5)}
+EACH = ["parcae", *(pytest.param(name, marks=pytest.mark.tier("full")) for name in ("trained", "random"))]
+
+
+@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_nothing_leaks(solver, case):
+    """Not a bit, also at a large tolerance, at which positions end at different times."""
+    cell, x = CASES[case]()
+    for tol in (1e-2, 1e-4):
+        block = DEQBlock(cell, SOLVERS[solver](tol, 30), causal=True, warn=False)
+        with torch.no_grad():
+            z, solution = block(x, return_solution=True)
+            assert solution.position_iterations.shape == (B, T)
+            for first in (T - 1, T // 2, 1):
+                other = x.clone()
+                other[:, first:] = 3 * torch.randn(B, T - first, D)
+                later, changed = block(other, return_solution=True)
+                assert torch.equal(later[:, :first], z[:, :first])
+                assert torch.equal(changed.position_iterations[:, :first], solution.position_iterations[:, :first])
+                assert not torch.equal(later[:, first:], z[:, first:])
+
+
+@pytest.mark.parametrize("norm", ["euclidean", "max"])
+@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_converged_sequence_meets_the_tolerance_at_its_value(solver, case, norm):
+    cell, x = CASES[case]()
+    order = 2 if norm == "euclidean" else torch.inf
+    for tol in (1e-2, 1e-3):
+        z, solution = DEQBlock(cell, SOLVERS[solver](tol, 40, norm=norm), "implicit", causal=True, warn=False)(
+            x, return_solution=True
+        )
+        with torch.no_grad():
+            value = cell(z, x)
+            gap, size = (torch.linalg.vector_norm(v.flatten(1), order, dim=1) for v in (value - z, value))
+        assert_close(solution.residual[solution.converged], (gap / size)[solution.converged], 1e-4)
+        assert bool((gap / size <= tol * (1 + 1e-4))[solution.converged].all())
+        assert case == "random" or bool(solution.converged.all())
+        assert not bool((solution.status == Status.INCONSISTENT).any())
+        assert torch.equal(solution.iterations, solution.position_iterations[:, -1])
+        ends = solution.position_iterations
+        assert bool((ends.diff(dim=1) >= 0)[solution.converged].all())  # the front only moves on
+
+
+@pytest.mark.parametrize("solver", [Anderson, Broyden])
+@pytest.mark.parametrize("case", ["parcae", "trained"])
+def test_order_costs_at_most_two_evaluations(case, solver):
+    cell, x = CASES[case]()
+    for tol in (1e-2, 1e-3, 1e-4):
+        ordered, free = (
+            DEQBlock(cell, solver(tol, 60), causal=causal)(x, return_solution=True)[1] for causal in (True, False)
+        )
+        assert bool(ordered.converged.all()) and ordered.evaluations <= free.evaluations + 2
+
+
+@pytest.mark.parametrize(
+    "solver", [Picard(1e-6, 60, relaxation=0.9), Anderson(1e-6, 60), Broyden(1e-6, 60, history_size=9)]
+)
+def test_sequences_of_one_position_are_samples(solver):
+    torch.manual_seed(0)
+    weight, x = 0.9 * torch.linalg.qr(torch.randn(D, D))[0], torch.randn(B, D) * torch.logspace(-25, 3, B)[:, None]
+    x[2], start = 0, torch.zeros(B, D)  # a sample that is at its fixed point
+    expected = solve(lambda z: torch.tanh(z @ weight) + x, start, solver, "torch", trace=True)
+    found = solve(lambda z: torch.tanh(z @ weight) + x[:, None], start[:, None], solver, causal=True, trace=True)
+    assert torch.equal(found.value[:, 0], expected.value)
+    for name in ("status", "iterations", "residual", "residual_abs", "trace", "trace_abs"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_unfinished_positions_have_the_best_iterate_of_their_prefix():
+    """Later positions run away; the residual of their prefix first falls, because earlier positions converge."""
+    slope, x = torch.linspace(0.1, 1.3, 8)[:, None], torch.ones(2, 8, 4)
+    f = Recorder(lambda z: slope * z + x)
+    solution = solve(f, torch.zeros(2, 8, 4), Picard(1e-3, 20), causal=True)
+    ended = solution.position_iterations[0] < 20
+    assert solution.status.tolist() == [Status.MAX_ITER] * 2 and 0 < int(ended.sum()) < 8
+    lengths = torch.stack(
+        [(v - z).square().sum(2).cumsum(1).sqrt() for z, v in zip(f.arguments, f.values, strict=True)]
+    )
+    best = lengths.argmin(dim=0)
+    assert 0 < int(best[0, -1]) < 19
+    expected = torch.stack(f.arguments).gather(0, best[None, :, :, None].expand(1, 2, 8, 4))[0]
+    assert torch.equal(solution.value[:, ~ended], expected[:, ~ended])
+    assert torch.equal(solution.value[:, ended], f.arguments[-1][:, ended])
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_position_that_breaks_down_ends_the_later_ones_only(solver):
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, 4, dtype=torch.float64)
+
+    def solved(x: Tensor) -> Solution:
+        return solve(
+            lambda z: 0.9 * (z.cumsum(1) / 8).cos() + x, torch.zeros_like(x), SOLVERS[solver](1e-6, 60), causal=True
+        )
+
+    expected = solved(x)
+    x[1, 5] = torch.nan
+    found = solved(x)
+    assert found.status.tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED]
+    assert torch.equal(found.value[:, :5], expected.value[:, :5]) and bool(found.value.isfinite().all())
+    assert found.position_iterations[1, 5:].tolist() == [1, 1, 1]
+
+
+def test_trees_keep_their_memory_order_and_scale():
+    """A state of several tensors, one of which is stored features first, and another complex."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 3, 5).transpose(2, 3), torch.randn(2, 6, dtype=torch.complex64)
+    start = tuple(map(torch.zeros_like, x))
+
+    def f(z: Any) -> Any:
+        mean = z[0].mean(dim=(2, 3)).cumsum(1) / 6
+        return 0.4 * z[0].tanh() + 0.1 * z[1].abs()[:, :, None, None] + x[0], 0.5 * z[1] + mean + x[1]
+
+    found = solve(f, start, Anderson(1e-6, 60), scale=(1.0, 2.0), causal=True)
+    expected = solve(f, start, Anderson(1e-6, 60), scale=(1.0, 2.0))
+    for a, b in zip(found.value, expected.value, strict=True):
+        assert_close(
+            torch.view_as_real(a) if a.is_complex() else a, torch.view_as_real(b) if b.is_complex() else b, 1e-5
+        )
+        assert a.stride() == b.stride()
+
+
+def parallel_sampling(seed: int) -> tuple[Any, Tensor]:
+    """States after each of 100 steps from noise, all at once, and their start (ParaTAA's case).
+
+    The noise of a mixture of Gaussians is known. Source: Tang et al., ICML 2024.
+    """
+    torch.manual_seed(seed)
+    steps, features, dtype = 100, 2, torch.float64
+    modes, start = torch.randn(8, features, dtype=dtype), torch.randn(1, 1, features, dtype=dtype)
+    left = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=dtype)).cumprod(0)[torch.linspace(999, 0, steps).round().long()]
+    after = torch.cat([left[1:], left.new_ones(1)])
+    kick = ((1 - after) / (1 - left) * (1 - left / after)).sqrt()
+    push = ((1 - after - kick**2).clamp_min(0).sqrt() - (after / left * (1 - left)).sqrt()) / after.sqrt()
+    noise = (kick / after.sqrt())[:, None] * torch.randn(steps, features, dtype=dtype)
+
+    def f(z: Tensor, first: int = 0, value: Any = None) -> Tensor:
+        x, a = torch.cat([start, z[:, :-1]], dim=1)[:, first:], left[first:, None]
+        f.calls += x.shape[1]
+        gap, width = x[:, :, None] - a.sqrt()[:, None] * modes, 0.3**2 * a + 1 - a
+        share = (-gap.square().sum(dim=3) / (2 * width)).softmax(dim=2)
+        moves = push[first:, None] * (1 - a).sqrt() * (share[..., None] * gap).sum(dim=2) / width + noise[first:]
+        begin = value[:, -1:] if first else start
+        return (begin / left[first].sqrt() + moves.cumsum(dim=1)) * after[first:, None].sqrt()
+
+    f.calls = 0
+    return f, torch.randn(1, steps, features, dtype=dtype)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_front_leaves_the_batch(seed):
+    f, start = parallel_sampling(seed)
+    expected = solve(f, start, Anderson(1e-3, 60), causal=True)
+    f.calls, f.from_position = 0, f
+    found = solve(f, start, Anderson(1e-3, 60), causal=True)
+    assert found.converged.all() and found.evaluations == expected.evaluations <= 22
+    assert f.calls == found.sample_evaluations <= 1400 and expected.sample_evaluations == 100 * expected.evaluations
+    assert torch.equal(found.position_iterations, expected.position_iterations)
+    assert_close(found.value, expected.value, 1e-10)
+
+
+def test_a_cell_whose_front_leaves_the_batch():
+    """The method of a cell, whose sequences have fronts of their own; it gets the values before."""
+    slope = torch.linspace(0.1, 0.9, T)[:, None]
+
+    class Cell:
+        seen: list[int] = []
+
+        def __call__(self, z: Tensor, x: Tensor) -> Tensor:
+            return slope * (z.cumsum(1) / T).cos() + 0.1 * z + x
+
+        def from_position(self, z: Tensor, x: Tensor, first: int, value: Tensor) -> Tensor:
+            self.seen.append(first)
+            whole = self(z, x)
+            assert torch.equal(value, whole[:, :first])
+            return whole[:, first:]
+
+    x = torch.randn(B, T, D) * torch.linspace(0.1, 3, B)[:, None, None]
+    cell, block = Cell(), DEQBlock(Cell(), Anderson(1e-4, 40), "implicit", causal=True)
+    z, solution = block(x.requires_grad_(), return_solution=True)
+    z.sum().backward()
+    assert cell.seen and cell.seen == sorted(cell.seen)
+    del Cell.from_position
+    expected, whole = block(x, return_solution=True)
+    assert torch.equal(z, expected) and torch.equal(solution.position_iterations, whole.position_iterations)
+    assert solution.sample_evaluations == whole.sample_evaluations - B * sum(cell.seen)
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom"])
+def test_gradients_are_those_of_whole_samples(adjoint):
+    cell, x = copy.deepcopy(trained())
+    found = []
+    for causal in (True, False):
+        x = x.detach().clone().requires_grad_()
+        block = DEQBlock(cell, Anderson(1e-6, 60), adjoint, causal=causal)
+        block(x).square().sum().backward()
+        found.append(x.grad)
+        assert adjoint != "implicit" or block.backward_solution.converged.all()
+    assert_close(*found, 1e-2 if adjoint == "implicit" else 1e-4)
+
+
+@pytest.mark.tier("full")
+def test_in_functions_transforms_and_compiled_models():
+    cell, x = CASES["parcae"]()
+    block = DEQBlock(cell, Anderson(1e-4, 40), "implicit", causal=True)
+    expected = block(x)
+    assert torch.equal(fixed_point(cell, torch.zeros_like(x), x, solver=Anderson(1e-4, 40), causal=True), expected)
+    assert_close(torch.vmap(block)(x.unflatten(0, (2, -1))).flatten(0, 1), expected, 1e-4)
+    assert torch.equal(torch.compile(block, backend="eager", fullgraph=True)(x), expected)
+    assert torch.equal(copy.deepcopy(block)(x), expected)
+    assert len(block.trajectory(x, [1, 3])) == 3
+
+
+@pytest.mark.parametrize("join", [torch.add, torch.hypot, torch.maximum])
+def test_scans(join):
+    torch.manual_seed(0)
+    numbers = torch.rand(3, 37, 2, dtype=torch.float64)
+    found = Positions(37).scan(numbers.flatten(0, 1), join).view(3, 37, 2)
+    exact = {torch.add: numbers.cumsum(1), torch.hypot: numbers.square().cumsum(1).sqrt()}
+    assert_close(found, exact.get(join, numbers.cummax(1).values), 1e-14)
+    assert torch.equal(Positions(20).scan(numbers[:, :20].flatten(0, 1), join), found[:, :20].flatten(0, 1))
+
+
+OWN = type("Own", (Picard,), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kernel": "cpp"}, "causal runs on kernel 'torch', whose steps sum over positions, got 'cpp'"),
+        ({"solver": OWN()}, "causal serves Picard, Anderson and Broyden, whose steps sum over positions, got Own"),
+        ({"causal": 1.5}, "causal must be one of False, True"),
+    ],
+)
+def test_refused_at_once(options, said):
+    with pytest.raises(ValueError, match=said):
+        DEQBlock(parcae()[0], **{"causal": True} | options)
+    with pytest.raises(ValueError, match=said):
+        solve(torch.cos, torch.zeros(2, 3), **{"causal": True} | options)
+
+
+@pytest.mark.parametrize("start", [torch.zeros(2), torch.zeros(2, 0, 3), (torch.zeros(2, 3), torch.zeros(2, 4))])
+def test_a_start_must_have_positions(start):
+    with pytest.raises(
+        ValueError, match="causal needs the positions of a sequence as dimension 1 of each tensor of z0"
+    ):
+        solve(lambda z: z, start, causal=True)
+    assert len(solve(torch.cos, torch.zeros(0, 3), causal=True).status) == 0
+    with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
+        solve(torch.cos, torch.tensor([[0.0, 0.0], [0.0, torch.nan]]), causal=True)
