@@ -8,7 +8,9 @@ namespace deqfast {
 enum Status : int8_t { kRunning = 0, kConverged = 1, kNonfinite = 2, kStalled = 3, kMaxIter = 6, kEscaped = 7 };
 
 // Bits of the verdict on a row: z is the best iterate; go back to the best one; take the step.
-constexpr int8_t kImproved = 1, kBroken = 2, kAdvances = 4;
+constexpr int8_t kImproved = 1;
+constexpr int8_t kBroken = 2;
+constexpr int8_t kAdvances = 4;
 
 // In low precision a sample stalls after this many iterations in which no relative residual fell below this factor.
 constexpr int kStallIterations = 5;

@@ -1,45 +1,53 @@
-// The stop rule as arguments of an op. Every number is an argument of its own, because a list costs the dispatcher two
-// microseconds per call.
+// Groups of arguments, which an op takes one by one, because a list or an object costs the dispatcher microseconds.
 #pragma once
 
 #include <tuple>
-#include <type_traits>
 #include <utility>
 
 #include "monitor.h"
 
 namespace deqfast {
 
-// `Flat<&f>::Op::call` is `f` with the numbers of the rule in place of its one argument of type RuleNumbers.
+// The arguments of an op that a parameter stands for: its fields, with those of a nested group, if it is a group.
+template <class T>
+struct FieldsOf {
+  using type = std::tuple<T>;
+};
+template <>
+struct FieldsOf<RuleNumbers> {
+  using type = std::tuple<double, double, double, double, double>;
+};
+template <class T>
+using Fields = typename FieldsOf<T>::type;
+
+// `Flat<&f>::Op::call` is `f` with the fields of its groups in place of these.
 template <auto function, class = decltype(function)>
 struct Flat;
 
-template <auto function, class Result, class... Arguments>
-struct Flat<function, Result (*)(Arguments...)> {
-  static constexpr bool kIsRule[] = {std::is_same_v<Arguments, RuleNumbers>...};
-  static constexpr size_t position_of_rule() {
-    size_t i = 0;
-    while (!kIsRule[i]) ++i;
-    return i;
+template <auto function, class Result, class... Groups>
+struct Flat<function, Result (*)(Groups...)> {
+  static_assert(((sizeof(Groups) == sizeof(Fields<Groups>)) && ...), "FieldsOf must list all fields");
+  static constexpr size_t kSizes[] = {std::tuple_size_v<Fields<Groups>>...};
+  static constexpr size_t begin(size_t group) { return group ? begin(group - 1) + kSizes[group - 1] : 0; }
+
+  template <size_t group, class All, size_t... Field>
+  static auto gathered(All& all, std::index_sequence<Field...>) {
+    return std::tuple_element_t<group, std::tuple<Groups...>>{std::get<begin(group) + Field>(std::move(all))...};
   }
-  static constexpr size_t kRule = position_of_rule();
+  template <class All, size_t... Group>
+  static Result call(All all, std::index_sequence<Group...>) {
+    return function(gathered<Group>(all, std::make_index_sequence<kSizes[Group]>())...);
+  }
 
-  template <size_t I>
-  using Argument = std::tuple_element_t<I, std::tuple<Arguments...>>;
-  template <size_t>
-  using Number = double;
-
-  template <class Before, class Numbers, class After>
+  template <class Arguments>
   struct Spread;
-  template <size_t... B, size_t... N, size_t... A>
-  struct Spread<std::index_sequence<B...>, std::index_sequence<N...>, std::index_sequence<A...>> {
-    static Result call(Argument<B>... before, Number<N>... numbers, Argument<kRule + 1 + A>... after) {
-      return function(std::move(before)..., RuleNumbers{numbers...}, std::move(after)...);
+  template <class... Arguments>
+  struct Spread<std::tuple<Arguments...>> {
+    static Result call(Arguments... arguments) {
+      return Flat::call(std::forward_as_tuple(std::move(arguments)...), std::index_sequence_for<Groups...>());
     }
   };
-
-  using Op = Spread<std::make_index_sequence<kRule>, std::make_index_sequence<sizeof(RuleNumbers) / sizeof(double)>,
-                    std::make_index_sequence<sizeof...(Arguments) - kRule - 1>>;
+  using Op = Spread<decltype(std::tuple_cat(std::declval<Fields<Groups>>()...))>;
 };
 
 }  // namespace deqfast

@@ -9,11 +9,86 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "checks.h"
 #include "flat.h"
 
 namespace deqfast {
+
+// Arguments that ops share, in groups with the names and the order of the tables in deqfast/ops/steps/__init__.py.
+struct State {
+  Tensor z, fz, best, status, iterations, residual, progress, active;
+};
+struct Pairs {
+  Tensor left, df, gram;
+};
+struct Steps {
+  Tensor steps, gram, first;
+};
+struct Evaluation {
+  int64_t k;
+  bool last;
+  RuleNumbers rule;
+};
+struct Mixing {
+  int64_t method;
+  double alpha, beta, ridge;
+};
+
+template <>
+struct FieldsOf<State> {
+  using type = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+};
+template <>
+struct FieldsOf<Pairs> {
+  using type = std::tuple<Tensor, Tensor, Tensor>;
+};
+template <>
+struct FieldsOf<Steps> : FieldsOf<Pairs> {};
+template <>
+struct FieldsOf<Evaluation> {
+  using type = std::tuple<int64_t, bool, double, double, double, double, double>;
+};
+template <>
+struct FieldsOf<Mixing> {
+  using type = std::tuple<int64_t, double, double, double>;
+};
+
+// The parameters of every step.
+template <class T>
+struct StepParams {
+  T* z;         // (B, D)
+  const T* fz;  // (B, D)
+  T* best;      // (B, D)
+  int64_t dim;
+  Monitor<T> monitor;
+  StopRule<T> rule;
+};
+
+template <class T>
+StepParams<T> step_params(const Checker& check, const State& s, const Evaluation& evaluation) {
+  const int64_t batch = s.z.size(0), dim = s.z.size(1);
+  StepParams<T> p;
+  p.z = check.out<T>("z", s.z, {batch, dim});
+  p.fz = check.in<T>("fz", s.fz, {batch, dim});
+  p.best = check.out<T>("best", s.best, {batch, dim});
+  p.dim = dim;
+  p.monitor = check.monitor<T>(s.status, s.iterations, s.residual, s.progress, s.active);
+  p.rule = rule_of<T>(evaluation.k, evaluation.last, evaluation.rule);
+  return p;
+}
+
+template <class T>
+struct MixingParams {
+  int64_t method;
+  T alpha, beta, ridge;
+};
+
+template <class T>
+MixingParams<T> mixing_params(const Mixing& m) {
+  return {m.method, static_cast<T>(m.alpha), static_cast<T>(m.beta), static_cast<T>(m.ridge)};
+}
 
 // Check the number of a step, and on the host find it if it is negative. All running samples have used the same number of
 // evaluations, the largest one. A GPU finds it in its kernels.
@@ -28,13 +103,7 @@ void number(Params& p) {
 }
 
 template <class T>
-struct PicardParams {
-  T* z;         // (B, D)
-  const T* fz;  // (B, D)
-  T* best;      // (B, D)
-  int64_t dim;
-  Monitor<T> monitor;
-  StopRule<T> rule;
+struct PicardParams : StepParams<T> {
   T damping;
 
   static constexpr const char* op = "picard_step";
@@ -42,132 +111,91 @@ struct PicardParams {
 };
 
 template <class Device>
-void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
-                 Tensor active, int64_t k, bool last, RuleNumbers rule, double damping) {
-  const Checker check{"picard_step", z};
+void picard_step(State state, Evaluation evaluation, double damping) {
+  const Checker check{"picard_step", state.z};
   check.check_rows();
-  const int64_t batch = z.size(0), dim = z.size(1);
-  dispatch_state(z.scalar_type(), [&](auto zero) {
+  dispatch_state(state.z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    PicardParams<T> p;
-    p.z = check.out<T>("z", z, {batch, dim});
-    p.fz = check.in<T>("fz", fz, {batch, dim});
-    p.best = check.out<T>("best", best, {batch, dim});
-    p.dim = dim;
-    p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_of<T>(k, last, rule);
-    p.damping = static_cast<T>(damping);
+    PicardParams<T> p{step_params<T>(check, state, evaluation), static_cast<T>(damping)};
     number<Device>(p);
-    Device::run(p, z);
+    Device::run(p, state.z);
   });
 }
 
 template <class T, class H>
-struct MultisecantParams {
-  T* z;             // (B, D)
-  const T* fz;      // (B, D)
-  T* best;          // (B, D)
+struct MultisecantParams : StepParams<T>, MixingParams<T> {
   const T* f_prev;  // (B, D)
   H* left;          // (B, M, D)
   H* df;            // (B, M, D)
   T* gram;          // (B, M + 2, M)
-  int64_t dim;
   int history;
-  Monitor<T> monitor;
-  StopRule<T> rule;
-  int64_t method;
-  T alpha, beta, ridge;
 
   static constexpr const char* op = "multisecant_step";
   void check() const {}
   // The window of a sample that has used this number of evaluations; no pairs in the last step, in which only the
   // residual counts.
   DEQFAST_HD Window window(int32_t evaluations) const {
-    const StopRule<T> own = rule_at(rule, evaluations);
+    const StopRule<T> own = rule_at(this->rule, evaluations);
     return {own.k, history, own.last ? 0 : history};
   }
 };
 
 template <class Device>
-void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
-                      Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
-                      RuleNumbers rule, int64_t method, double alpha, double beta, double ridge) {
-  const Checker check{"multisecant_step", z};
+void multisecant_step(State state, Tensor f_prev, Pairs pairs, Evaluation evaluation, Mixing mixing) {
+  const Checker check{"multisecant_step", state.z};
   check.check_rows();
-  const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
-  const int64_t batch = z.size(0), dim = z.size(1), pairs = history;
-  dispatch_history<typename Device::BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto element) {
-    using T = decltype(state);
+  const auto [history_dtype, history] = check.check_history(pairs.left, mixing.method, Device::max_history);
+  const int64_t batch = state.z.size(0), dim = state.z.size(1), count = history;
+  dispatch_history<typename Device::BFloat16>(state.z.scalar_type(), history_dtype, [&](auto zero, auto element) {
+    using T = decltype(zero);
     using H = decltype(element);
-    MultisecantParams<T, H> p;
-    p.z = check.out<T>("z", z, {batch, dim});
-    p.fz = check.in<T>("fz", fz, {batch, dim});
-    p.best = check.out<T>("best", best, {batch, dim});
+    MultisecantParams<T, H> p{step_params<T>(check, state, evaluation), mixing_params<T>(mixing)};
     p.f_prev = check.in<T>("f_prev", f_prev, {batch, dim});
-    p.left = check.out<H>("left", left, {batch, pairs, dim});
-    p.df = check.out<H>("df", df, {batch, pairs, dim});
-    p.gram = check.out<T>("gram", gram, {batch, pairs + 2, pairs});
-    p.dim = dim;
-    p.history = static_cast<int>(pairs);
-    p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_of<T>(k, last, rule);
-    p.method = method;
-    p.alpha = static_cast<T>(alpha);
-    p.beta = static_cast<T>(beta);
-    p.ridge = static_cast<T>(ridge);
+    p.left = check.out<H>("left", pairs.left, {batch, count, dim});
+    p.df = check.out<H>("df", pairs.df, {batch, count, dim});
+    p.gram = check.out<T>("gram", pairs.gram, {batch, count + 2, count});
+    p.history = static_cast<int>(count);
     number<Device>(p);
-    Device::run(p, z);
+    Device::run(p, state.z);
   });
 }
 
 template <class T>
-struct BroydenParams {
-  T* z;            // (B, D)
-  const T* fz;     // (B, D)
-  T* best;         // (B, D)
+struct BroydenParams : StepParams<T> {
   T* steps;        // (B, M, D)
   T* gram;         // (B, M, M)
   int32_t* first;  // (B,)
-  int64_t dim, rows;
-  Monitor<T> monitor;
-  StopRule<T> rule;
+  int64_t rows;
 
   static constexpr const char* op = "broyden_step";
   void check() const {
-    STD_TORCH_CHECK(rule.k >= 0 && rule.k <= rows && (rule.last || rule.k < rows), "broyden_step: `k` must be at least 0 ",
-                    "and below the ", rows, " steps there is room for (at most that if `last`), got ", rule.k);
+    const int64_t k = this->rule.k, most = rows - !this->rule.last;
+    STD_TORCH_CHECK(k >= 0 && k <= most, "broyden_step: `k` must be at least 0 and below the ", rows,
+                    " steps there is room for (at most that if `last`), got ", k);
   }
 };
 
 template <class Device>
-void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
-                  Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last,
-                  RuleNumbers rule) {
-  const Checker check{"broyden_step", z};
+void broyden_step(State state, Steps s, Evaluation evaluation) {
+  const Checker check{"broyden_step", state.z};
   check.check_rows();
-  const int64_t batch = z.size(0), dim = z.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
+  const int64_t batch = state.z.size(0), dim = state.z.size(1), rows = s.steps.dim() == 3 ? s.steps.size(1) : 0;
   STD_TORCH_CHECK(rows >= 1, check.op, ": `steps` must have shape (B, steps, D) with room for one step or more, got ",
-                  shape_text(steps.sizes()));
-  dispatch_state(z.scalar_type(), [&](auto zero) {
+                  shape_text(s.steps.sizes()));
+  dispatch_state(state.z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    BroydenParams<T> p;
-    p.z = check.out<T>("z", z, {batch, dim});
-    p.fz = check.in<T>("fz", fz, {batch, dim});
-    p.best = check.out<T>("best", best, {batch, dim});
-    p.steps = check.out<T>("steps", steps, {batch, rows, dim});
-    p.gram = check.out<T>("gram", gram, {batch, rows, rows});
-    p.first = check.out<int32_t>("first", first, {batch});
-    p.dim = dim;
+    BroydenParams<T> p{step_params<T>(check, state, evaluation)};
+    p.steps = check.out<T>("steps", s.steps, {batch, rows, dim});
+    p.gram = check.out<T>("gram", s.gram, {batch, rows, rows});
+    p.first = check.out<int32_t>("first", s.first, {batch});
     p.rows = rows;
-    p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
-    p.rule = rule_of<T>(k, last, rule);
     number<Device>(p);
-    Device::run(p, z);
+    Device::run(p, state.z);
   });
 }
 
 template <class T, class H>
-struct TransposedParams {
+struct TransposedParams : MixingParams<T> {
   const T* v;     // (B, D)
   const H* left;  // (B, M, D)
   const H* df;    // (B, M, D)
@@ -177,8 +205,6 @@ struct TransposedParams {
   T* out;                 // (B, D)
   int64_t batch, dim;
   int history;
-  int64_t method;
-  T alpha, beta, ridge;
 
   DEQFAST_HD Window window(int64_t row) const {
     const int pairs = count[row] < history ? count[row] : history;
@@ -187,31 +213,26 @@ struct TransposedParams {
 };
 
 template <class Device>
-Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count,
-                              int64_t method, double alpha, double beta, double ridge) {
+Tensor multisecant_transposed(Tensor v, Pairs pairs, Tensor newest, Tensor count, Mixing mixing) {
   const Checker check{"multisecant_transposed", v, "v"};
   check.check_rows();
-  const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
-  const int64_t batch = v.size(0), dim = v.size(1), pairs = history;
+  const auto [history_dtype, history] = check.check_history(pairs.left, mixing.method, Device::max_history);
+  const int64_t batch = v.size(0), dim = v.size(1), slots = history;
   Tensor out = torch::stable::empty_like(v);
   dispatch_history<typename Device::BFloat16>(v.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    TransposedParams<T, H> p;
+    TransposedParams<T, H> p{mixing_params<T>(mixing)};
     p.v = check.in<T>("v", v, {batch, dim});
-    p.left = check.in<H>("left", left, {batch, pairs, dim});
-    p.df = check.in<H>("df", df, {batch, pairs, dim});
-    p.gram = check.in<T>("gram", gram, {batch, pairs + 2, pairs});
+    p.left = check.in<H>("left", pairs.left, {batch, slots, dim});
+    p.df = check.in<H>("df", pairs.df, {batch, slots, dim});
+    p.gram = check.in<T>("gram", pairs.gram, {batch, slots + 2, slots});
     p.newest = check.in<int32_t>("newest", newest, {batch});
     p.count = check.in<int32_t>("count", count, {batch});
     p.out = out.mutable_data_ptr<T>();
     p.batch = batch;
     p.dim = dim;
-    p.history = static_cast<int>(pairs);
-    p.method = method;
-    p.alpha = static_cast<T>(alpha);
-    p.beta = static_cast<T>(beta);
-    p.ridge = static_cast<T>(ridge);
+    p.history = static_cast<int>(slots);
     Device::run(p, v);
   });
   return out;

@@ -162,18 +162,12 @@ struct BroydenLoop {
   static void step(View values, View counts, View status, View history, View fz, int64_t max_iter, Numbers numbers) {
     dispatch_state(fz.dtype(), [&](auto zero) {
       using T = decltype(zero);
-      LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
-      BroydenParams<T> p;
-      p.z = state.z;
-      p.fz = fz.data<T>();
-      p.best = state.best;
+      const LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
+      BroydenParams<T> p{state.params(fz, max_iter, numbers.rule())};
       p.steps = history.data<T>();
-      p.dim = state.dim;
-      p.rows = history.size(2);
-      p.gram = state.take(state.batch * p.rows * p.rows);
+      p.gram = state.further;
       p.first = state.counts + kPerSample + state.batch;
-      p.monitor = state.monitor();
-      p.rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
+      p.rows = history.size(2);
       share_out(BroydenStep{p});
     });
   }

@@ -11,7 +11,7 @@ namespace deqfast {
 namespace {
 
 using Begun = std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle>;
-using State = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Started = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Ended = std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,
                          AtenTensorHandle>;
 
@@ -60,7 +60,7 @@ Ended loop_end(View values, View counts, View status, View running, int64_t batc
   return {value.tensor, ended.tensor, iterations.tensor, relative.tensor, absolute.tensor, evaluations.tensor};
 }
 
-State state_begin_op(Tensor z) {
+Started state_begin_op(Tensor z) {
   Checker{"state_begin", z, "z"}.check_rows();
   const int64_t batch = z.size(0), elements = batch * z.size(1);
   const ScalarType dtype = z.scalar_type();

@@ -12,8 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../common/checks.h"
-#include "../common/monitor.h"
+#include "../common/steps.h"
 
 namespace deqfast {
 
@@ -61,21 +60,21 @@ inline int64_t values_of_all(int64_t batch, int64_t dim) { return 2 * batch * di
 // The tensors of a loop, split into those of a step.
 template <class T>
 struct LoopState {
-  int64_t batch, dim;
-  T* values;
+  int64_t batch, dim, rows = batch * dim;
+  T* z;
   int32_t* counts;
   int8_t* status;
-  T *z = take(batch * dim), *best = take(batch * dim), *residual = take(2 * batch), *progress = take(kProgress * batch);
+  T *best = z + rows, *residual = best + rows, *progress = residual + 2 * batch;
+  T* further = progress + kProgress * batch;  // of the tensors that only some steps have
 
   LoopState(const View& values, const View& counts, const View& status, int64_t batch, int64_t dim)
-      : batch(batch), dim(dim), values(values.data<T>()), counts(counts.data<int32_t>()), status(status.data<int8_t>()) {}
+      : batch(batch), dim(dim), z(values.data<T>()), counts(counts.data<int32_t>()), status(status.data<int8_t>()) {}
 
-  T* take(int64_t elements) {
-    values += elements;
-    return values - elements;
-  }
-  Monitor<T> monitor() const {
-    return {status, counts + kPerSample, residual, progress, counts + kActive, batch};
+  StepParams<T> params(const View& fz, int64_t max_iter, const RuleNumbers& rule) const {
+    const int64_t k = counts[kEvaluations];
+    return {z, fz.data<T>(), best, dim,
+            {status, counts + kPerSample, residual, progress, counts + kActive, batch},
+            rule_of<T>(k, k + 1 == max_iter, rule)};
   }
 };
 
@@ -84,11 +83,10 @@ struct Numbers {
   const double* begin;
 
   double own(int i) const { return begin[kRuleNumbers + i]; }
-  template <class T>
-  StopRule<T> rule(int64_t k, int64_t max_iter) const {
+  RuleNumbers rule() const {
     RuleNumbers rule;
     std::memcpy(&rule, begin, sizeof rule);
-    return rule_of<T>(k, k + 1 == max_iter, rule);
+    return rule;
   }
   static constexpr int kRuleNumbers = sizeof(RuleNumbers) / sizeof(double);
 };

@@ -272,28 +272,16 @@ struct MultisecantLoop {
     dispatch_history<BFloat16>(fz.dtype(), history.dtype(), [&](auto zero, auto element) {
       using T = decltype(zero);
       using H = decltype(element);
-      LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
-      const int64_t k = state.counts[kEvaluations], rows = state.batch * state.dim;
-      const int pairs = static_cast<int>(history.size(2));
-      T* f_prev = state.take(rows);
-      MultisecantParams<T, H> p;
-      p.z = state.z;
-      p.fz = fz.data<T>();
-      p.best = state.best;
-      p.f_prev = f_prev;
+      const LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
+      const Mixing mixing{static_cast<int64_t>(numbers.own(0)), numbers.own(1), numbers.own(2), numbers.own(3)};
+      MultisecantParams<T, H> p{state.params(fz, max_iter, numbers.rule()), mixing_params<T>(mixing)};
+      p.history = static_cast<int>(history.size(2));
+      p.f_prev = state.further;
+      p.gram = state.further + state.rows;
       p.left = history.data<H>();
-      p.df = p.left + rows * pairs;
-      p.gram = state.take(state.batch * (pairs + 2) * pairs);
-      p.dim = state.dim;
-      p.history = pairs;
-      p.monitor = state.monitor();
-      p.rule = numbers.rule<T>(k, max_iter);
-      p.method = static_cast<int64_t>(numbers.own(0));
-      p.alpha = static_cast<T>(numbers.own(1));
-      p.beta = static_cast<T>(numbers.own(2));
-      p.ridge = static_cast<T>(numbers.own(3));
+      p.df = p.left + state.rows * p.history;
       share_out(MultisecantStep{p});
-      std::memcpy(f_prev, p.fz, rows * sizeof(T));
+      std::memcpy(state.further, p.fz, state.rows * sizeof(T));
     });
   }
 };
@@ -307,7 +295,7 @@ STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("multisecant_sums", TORCH_BOX(&multisecant_sums<Kernels>));
   m.impl("multisecant_apply", TORCH_BOX(&multisecant_apply<Kernels>));
   m.impl("multisecant_loop", TORCH_BOX(&loop_op<MultisecantLoop>));
-  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
+  m.impl("multisecant_transposed", TORCH_BOX(&Flat<&multisecant_transposed<Kernels>>::Op::call));
 }
 
 }  // namespace deqfast

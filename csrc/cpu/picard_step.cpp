@@ -80,14 +80,7 @@ struct PicardLoop {
     dispatch_state(fz.dtype(), [&](auto zero) {
       using T = decltype(zero);
       const LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
-      PicardParams<T> p;
-      p.z = state.z;
-      p.fz = fz.data<T>();
-      p.best = state.best;
-      p.dim = state.dim;
-      p.monitor = state.monitor();
-      p.rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
-      p.damping = static_cast<T>(numbers.own(0));
+      const PicardParams<T> p{state.params(fz, max_iter, numbers.rule()), static_cast<T>(numbers.own(0))};
       share_out(PicardStep{p});
     });
   }

@@ -741,7 +741,7 @@ STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
   m.impl("multisecant_step", TORCH_BOX(&Flat<&multisecant_step<Kernels>>::Op::call));
   m.impl("multisecant_sums", TORCH_BOX(&multisecant_sums<Kernels>));
   m.impl("multisecant_apply", TORCH_BOX(&multisecant_apply<Kernels>));
-  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
+  m.impl("multisecant_transposed", TORCH_BOX(&Flat<&multisecant_transposed<Kernels>>::Op::call));
 }
 
 }  // namespace deqfast

@@ -12,7 +12,6 @@ from deqfast.ops.registry import OPS
 from deqfast.ops.steps import PROGRESS, StopRule
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-RULE = ", ".join(f"double {name}" for name in StopRule._fields)  # as flat.h spreads it
 TYPES = {"Tensor": "Tensor", "int": "int64_t", "float": "double", "bool": "bool"}
 
 
@@ -62,11 +61,24 @@ def test_the_rows_of_the_progress_have_their_names():
 
 
 def signatures() -> dict[str, list[tuple[str, str]]]:
-    """Type and name of every argument of the functions in csrc/common that are templates on a device."""
+    """Type and name of every argument of the functions in csrc/common that are templates on a device.
+
+    An argument that is a struct stands for its fields, see flat.h.
+    """
     text = "".join(header(path.name) for path in (CSRC / "common").glob("*.h"))
+    structs = dict(re.findall(r"struct (\w+) \{([^{}()]*)\}", text))
+
+    def fields(arguments: str, end: str) -> list[tuple[str, str]]:
+        listed = [declared.split(maxsplit=1) for declared in arguments.split(end) if declared.strip()]
+        pairs = [(kind, name) for kind, names in listed for name in names.split(", ")]
+        return [
+            field
+            for kind, name in pairs
+            for field in (fields(structs[kind], ";") if kind in structs else [(kind, name)])
+        ]
+
     found = re.findall(r"template <class Device>\s+[\w:<>, ]+? (\w+)\(([^)]*)\)", text)
-    given = {name: " ".join(arguments.split()).replace("RuleNumbers rule", RULE) for name, arguments in found}
-    return {name: re.findall(r"(\w+) (\w+)(?:, |$)", given[name]) for name in given if name in OPS}
+    return {name: fields(arguments, ",") for name, arguments in found if name in OPS}
 
 
 @pytest.mark.parametrize("op", OPS)
