@@ -80,7 +80,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
-        if func._schema.is_mutable and "set_" not in func.overloadpacket.__name__:
+        name = func.overloadpacket.__name__
+        if (func._schema.is_mutable and "set_" not in name) or "batch_norm" in name:  # whose schema hides statistics
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             self.before += [(t, t.clone()) for t in tensors]
         results = func(*args, **(kwargs or {}))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import deqfast
-from deqfast import Anderson, Broyden, DEQBlock, FCCell, Neumann, Phantom, Picard, Reversible, solve
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, solve
 from deqfast.compat.torchdeq import get_deq
 
 
@@ -59,27 +57,6 @@ def test_mistakes(call, error, message):
         call()
 
 
-# Of this library before its first release, and of others: {word: (who does not take it, what it is now)}.
-OTHER_WORDS = {
-    **dict.fromkeys(("tol", "tolerance", "eps", "f_tol"), ((Picard, Anderson, Broyden), "rtol")),
-    **dict.fromkeys(("stop", "stop_mode", "f_stop_mode"), ((Picard, Anderson, Broyden), "rtol' or 'atol")),
-    **dict.fromkeys(("history", "m", "LBFGS_thres", "memory"), ((Anderson, Broyden), "history_size")),
-    "step": ((Neumann, Phantom, Reversible), "steps' or 'relaxation"),
-    **dict.fromkeys(("mixing", "beta"), ((Picard, Anderson, Broyden), "relaxation")),
-    **dict.fromkeys(("damping", "tau"), ((Picard, Anderson, Broyden, Neumann, Phantom, Reversible), "relaxation")),
-    "compact": ((partial(DEQBlock, halve),), "drop_converged"),
-    "halt": ((partial(DEQBlock, halve),), "stop_fn"),
-}
-
-
-@pytest.mark.parametrize("word", OTHER_WORDS)
-def test_other_words_lead_to_the_options(word):
-    owners, option = OTHER_WORDS[word]
-    for owner in owners:
-        with pytest.raises(TypeError, match=f"takes no argument '{word}'; did you mean '{option}'\\?"):
-            owner(**{word: 1})
-
-
 def test_cells_that_take_more_hide_what_they_take_or_are_wrapped():
     @functools.wraps(torch.tanh)
     def injected(z, x):
@@ -101,8 +78,3 @@ def test_other_errors_keep_their_type_when_batches_differ(error):
 
     with pytest.raises(type(error), match=str(error)):
         DEQBlock(failing, warn=False)(torch.ones(1, 3), torch.ones(2, 3))
-
-
-def test_signatures_are_those_of_the_constructors():
-    assert list(inspect.signature(Picard).parameters)[:2] == ["rtol", "max_iter"]
-    assert list(inspect.signature(DEQBlock).parameters)[:3] == ["cell", "solver", "adjoint"]

@@ -89,9 +89,3 @@ def test_a_block_with_groups_and_gradients():
     assert solution.converged.all()
     (slope,) = torch.autograd.grad(z.sum(), a)
     assert_close(slope, 1 / (6 * z.detach() ** 2), GRADIENT)
-
-
-def test_by_name_and_without_an_inverse():
-    assert DEQBlock(torch.add, "auto").solver == Auto()
-    with pytest.raises(ValueError, match="SHINE needs the history of Anderson or Broyden"):
-        DEQBlock(lambda z, x: z / 2 + x, "auto", "shine")(torch.ones(2, 2, requires_grad=True))

@@ -26,7 +26,6 @@ from deqfast import (
     solve,
 )
 from deqfast.engine.runners import one_launch
-from deqfast.ops import choice
 
 EPS = rounding(torch.float32)
 
@@ -55,12 +54,6 @@ def test_fc_cell(activation, function, bias):
     start = cell.initial_state(x.double())
     assert start.shape == (3, 6) and start.dtype == torch.float64 and (start == 0).all()
     assert repr(activation) in repr(cell)
-
-
-@pytest.mark.parametrize("cell", [LinearCell(300), FCCell(3, 300)])
-def test_recurrent_weights_start_contractive_and_not_trivial(cell):
-    radius = torch.linalg.eigvals(cell.weight).abs().max()
-    assert 0.4 < radius < 0.6
 
 
 def test_residual_cell():
@@ -147,33 +140,6 @@ def test_parameters_are_made_where_and_as_asked(cell):
     assert_close([*cell(device="cpu").parameters()], [*plain.parameters()], 0.0)
 
 
-@pytest.mark.usefixtures("cpp_kernels")
-def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
-    """The look-up asks what is available: it may import triton and ask for CUDA."""
-    lookups, look_up = [], choice._availability
-    monkeypatch.setattr(choice, "_availability", lambda kernel: lookups.append(kernel) or look_up(kernel))
-    choice.looked_up.cache_clear()
-    block = DEQBlock(ResidualCell(8), Broyden(rtol=1e-30, max_iter=30), warn=False)
-    for number in (2, 0):  # of the solve, which is kept, and of the cell
-        lookups.clear()
-        _, solution = block(torch.randn(2, 8, 4, 4), return_solution=True)
-        assert solution.evaluations == 30 and len(lookups) == number
-
-
-@pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_a_cell_is_compiled_once_whole_and_for_good(kernel):
-    """The look-up of the kernel is not part of the graph, and the graph stays the same after it."""
-    choice.looked_up.cache_clear()
-    graphs = []
-    cell = torch.compile(
-        ResidualCell(8, kernel=kernel), fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
-    )
-    z, x = torch.randn(2, 2, 8, 4, 4)
-    for _ in range(3):
-        cell(z, x)
-    assert len(graphs) == 1
-
-
 class HookedCell(LinearCell):
     """Tells which of its hooks are called; `solves`: it solves by itself."""
 
@@ -203,6 +169,9 @@ class HookedCell(LinearCell):
         self.log.append("fixed_point")
         return solve(lambda z: LinearCell.forward(self, z, x), z0, solver) if self.solves else None
 
+    def from_position(self, z, x, first, value):
+        raise AssertionError("called only by blocks with causal=True")
+
     def has_settled(self):
         raise AssertionError("called only by blocks with cuda_graph")
 
@@ -218,26 +187,6 @@ class TestHooks:
     def test_a_solve(self, solves):
         begun, ended = ["initial_state", "begin_solve", "fixed_point"], ["gradient", "end_solve"]
         assert self.calls(HookedCell(solves)) == [*begun, *["forward"] * (0 if solves else 3), *ended]
-
-    def test_a_solution_that_is_given_again_is_looked_at_again(self):
-        class Reusing(LinearCell):
-            solution = None
-
-            def forward(self, z, x):
-                return super().forward(z, x).tanh()
-
-            def fixed_point(self, x, z0, solver, kernel):
-                found = solve(lambda z: self(z, x), z0, solver)
-                self.solution = self.solution or found
-                for name in ("value", "status"):
-                    getattr(self.solution, name).copy_(getattr(found, name))
-                return self.solution
-
-        cell = Reusing(4)
-        block, x = DEQBlock(cell, Broyden(max_iter=3), warn=False), torch.randn(2, 4)
-        for row in (x, torch.where(torch.arange(2)[:, None] == 1, torch.nan, x)):
-            block(row, torch.zeros(2, 4)).sum().backward()
-        assert all(p.grad.isfinite().all() for p in cell.parameters())
 
     def test_a_start_that_is_given(self):
         assert "initial_state" not in self.calls(HookedCell(solves=True), z0=torch.ones(2, 4))

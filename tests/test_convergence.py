@@ -184,13 +184,6 @@ def test_an_implicit_gradient_solves_its_system_no_worse_than_jfb(route, kind, s
     check_gradient(jacobian(kind, size, radius, seed).to(dtype), seed, kind=kind, **ROUTES[route])
 
 
-@pytest.mark.tier("full")
-@pytest.mark.parametrize("radius", [0.9, 3.0])
-def test_the_same_of_a_compiled_solve(radius):
-    for solver in (Broyden(rtol=1e-9, max_iter=5), Picard(rtol=1e-6, max_iter=60)):
-        check_gradient(jacobian("random", 13, radius, 7), 7, solver=solver, compile=True)
-
-
 def check_gradient(j, seed, kind="random", solver=None, func=False, members=False, kernel="auto", compile=False):
     """Compare |r| with |J^T g| for a linear cell at its fixed point, whose gradient in x is u."""
     size, unit = len(j), torch.finfo(j.dtype).eps

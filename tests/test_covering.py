@@ -10,8 +10,6 @@ import tiers
 import torch
 from covering import covering
 
-import deqfast
-
 ALL = [
     {"shape": shape, "dtype": dtype, "kernel": "triton", "op": op}
     for shape in ((1, 2), (3, 4), (5, 6))
@@ -32,11 +30,6 @@ def test_of_no_combination_none_is_left_out():
     assert covering([], 2) == set()
     assert covering(ALL[:1], 2) == {0}
     assert covering([{}], 1) == {0}
-
-
-def test_values_with_few_entries_occur_equally_often():
-    squares = [{"size": size, "kernel": kernel} for kernel in ("torch", "cpp") for size in range(4)]
-    assert [squares[i]["kernel"] for i in sorted(covering(squares, 1))].count("torch") == 2
 
 
 NUMBERS = itertools.count()  # of folders: a file of the same name would not be imported again
@@ -102,35 +95,6 @@ class TestTiers:
         assert sorted(fast + rest) == sorted(full) and not set(fast) & set(rest)
         assert len(full) == len(set(full)) == 24 + 4 + 2 + 4 + 3
         assert f"tier fast: {len(rest)} tests left out, which --rest runs" in told
-
-    def test_every_entry_that_can_run_occurs_and_nothing_long(self, collect, monkeypatch):
-        monkeypatch.setattr(deqfast, "backends", lambda: {"torch": True, "cpp": True, "triton": True, "cuda": False})
-        names = collect("--fast").names
-        solves = [name.removeprefix("test_solve[").rstrip("]").split("-") for name in names if "solve" in name]
-        assert {(n, m) for n, m, *_ in solves} == {("0", "0"), ("0", "1"), ("1", "1")} and len(solves) == 3
-        assert {cell for *_, cell, _ in solves} == {"a", "b"}
-        assert {kernel for *_, kernel in solves} == {"torch", "cpp"}
-        assert [name for name in names if "solve" not in name and "cpp" not in name] == [
-            "test_op[0-0-emulated]",
-            "test_pairs[0-0]",
-            "test_pairs[0-1]",
-            "test_pairs[1-0]",
-            "test_pairs[1-1]",
-            "test_fast[short]",
-        ]
-        assert {name for name in names if "cpp" in name and "op" in name} in (
-            {"test_op[0-0-cpp]", "test_op[1-1-cpp]"},
-            {"test_op[0-1-cpp]", "test_op[1-0-cpp]"},
-        )
-
-    def test_a_kernel_that_is_absent_stands_for_no_value(self, collect, monkeypatch):
-        monkeypatch.setattr(deqfast, "backends", lambda: {"torch": True, "cpp": False})
-        names = collect("--fast").names
-        assert [name for name in names if "cpp" in name] == []
-        assert len([name for name in names if "solve" in name]) == 3
-
-    def test_the_choice_does_not_depend_on_addresses(self, collect):
-        assert collect("--fast").names == collect("--fast").names
 
     @pytest.mark.parametrize(
         ("options", "tier"),

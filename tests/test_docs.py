@@ -119,14 +119,3 @@ def test_the_textbooks_code_on_the_page_is_what_the_benchmarks_time() -> None:
     code = (ROOT / "benchmarks" / "harness" / "textbook.py").read_text()
     function = code[code.index("def anderson(") :].partition("\n\n\n")[0]
     assert function in (ROOT / "docs" / "pages" / "by-hand.md").read_text()
-
-
-def test_the_gains_of_readmes_first_screen_are_those_of_its_table() -> None:
-    text = README.read_text()
-    table = re.search(r"<!-- numbers: layers in short -->\n(.*?)\n\n", text, re.DOTALL)
-    assert table is not None
-    rows = [line.split(" | ") for line in table[1].splitlines()[2:]]
-    cpu, gpu = ([float(row[column].partition("×")[0]) for row in rows] for column in (3, -1))
-    first_screen = " ".join(re.sub("<!--.*?-->", "", text.partition("\n## ")[0]).split())
-    assert f"step of one layer is {min(cpu)} to {max(cpu)}× as fast as with torchdeq" in first_screen
-    assert f"{min(gpu)} to {max(gpu)}× on an H100" in first_screen

@@ -78,15 +78,6 @@ def test_a_step_is_one_operation(name, kernel, device, monkeypatch):
     assert all(step == [f"deqfast::{op}"] for step in steps[1:-1]) and steps[-1][0] == f"deqfast::{op}"
 
 
-@every_solver
-def test_waits_of_a_solve_on_the_cpu(name):
-    """One for z0, one per look."""
-    with Trace() as trace:
-        solution = deqfast.solve(slow, torch.zeros(2, 16), SOLVERS[name](rtol=1e-30), "cpp")
-    waits = trace.names.count(LOOK)
-    assert waits == solution.evaluations
-
-
 class FakeEvent:
     """An event of a device that has always arrived."""
 

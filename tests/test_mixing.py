@@ -111,39 +111,6 @@ def test_samples_that_are_done_leave_the_batch():
     assert sizes[0] == (5, None) and sizes[-1][0] == sizes[-1][1] < 5
 
 
-def test_structures_groups_and_scales():
-    """The function sees z as f does; a sample of several rows has one window."""
-    weight = torch.linspace(0.1, 0.9, 6, dtype=torch.float64)[:, None]
-    groups = torch.tensor([1, 0, 1, 0, 2, 1])
-    same = (groups[:, None] == groups).double()
-    average = same / same.sum(1, keepdim=True)
-
-    def f(z):
-        return {"a": weight * torch.cos(average @ z["a"]) + z["b"].real[:, :1], "b": 0.3j * torch.sin(z["b"]) + 1}
-
-    seen = []
-
-    def mixing(z, fz):
-        seen.append((z["a"].shape, fz["b"].dtype))
-        return fz["b"] - z["b"], {key: z[key] + 0.9 * (fz[key] - z[key]) for key in ("b", "a")}
-
-    start = {"a": torch.zeros(6, 4, dtype=torch.float64), "b": torch.zeros(6, 2, dtype=torch.complex128)}
-    solver = MixedAnderson(1e-9, 60, mixing_fn=mixing)
-    found = solve(f, start, solver, groups=groups, scale={"a": 4.0, "b": 1.0})
-    assert found.converged.all() and len(found.status) == 3
-    assert set(seen) == {((6, 4), torch.complex128)}
-    exact = solve(f, start, Anderson(1e-12, 200), groups=groups)
-    real = [{"a": one["a"], "b": torch.view_as_real(one["b"])} for one in (found.value, exact.value)]
-
-    def real_f(z):
-        value = f({"a": z["a"], "b": torch.view_as_complex(z["b"])})
-        return {"a": value["a"], "b": torch.view_as_real(value["b"])}
-
-    one, other = (torch.cat([leaf.flatten() for leaf in z.values()]) for z in real)
-    # Residuals are 4 times as long in z as in z over its scale.
-    assert (one - other).norm() <= 4 * after_solve(1e-9, amplification(real_f, real[1])) * other.norm()
-
-
 def test_gradients_do_not_depend_on_it():
     cell, x = LinearCell(6).double(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     mixed = MixedAnderson(1e-10, 60, mixing_fn=lambda z, fz: ((fz - z) * torch.arange(1.0, 7.0), fz))
@@ -157,15 +124,6 @@ def test_gradients_do_not_depend_on_it():
     assert_close(*gradients, after_solve(1e-10, condition, derivatives=1))
 
 
-def test_errors_that_are_not_finite_give_plain_steps():
-    f = Map(batch=2)
-    broken = solve(f, f.start, MixedAnderson(1e-6, 5, mixing_fn=lambda z, fz: ((fz - z) * torch.nan, fz)))
-    plain = f.start
-    for _ in range(4):
-        plain = f(plain)
-    torch.testing.assert_close(broken.value[1], plain[1], rtol=0.0, atol=0.0)
-
-
 def test_a_proposal_that_is_not_finite_ends_its_sample():
     f = Map()
 
@@ -177,65 +135,6 @@ def test_a_proposal_that_is_not_finite_ends_its_sample():
     found, plain = solve(f, f.start, solver), solve(f, f.start, replace(solver, mixing_fn=lambda z, fz: (fz - z, fz)))
     assert found.status.tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED] and plain.converged.all()
     assert torch.equal(found.value[::2], plain.value[::2]) and found.value.isfinite().all()
-
-
-@pytest.mark.parametrize("callback", ["mixing_fn", "stop_fn"])
-@pytest.mark.parametrize("drop_converged", [False, True])
-def test_a_value_that_is_overwritten_is_judged_as_f_returned_it(callback, drop_converged):
-    """Inference mode counts no writes, which are refused elsewhere; with f(z) = z every sample would converge."""
-    f = Map()
-
-    def mixing(z, fz, rows=None):
-        pair = fz - z, fz.clone()
-        if callback == "mixing_fn":
-            fz.copy_(z)
-        return pair
-
-    def rule(z, value, k):
-        value.copy_(z)
-        return torch.zeros(3, dtype=torch.bool)
-
-    solver = honest = Anderson(1e-6, 60)
-    if callback == "mixing_fn":
-        solver = MixedAnderson(1e-6, 60, mixing_fn=mixing)
-        honest = replace(solver, mixing_fn=lambda z, fz, rows=None: (fz - z, fz))
-    options = {"drop_converged": drop_converged}
-    plain = solve(f, f.start, honest, **options)
-    with torch.inference_mode():
-        found = solve(f, f.start, solver, **options, stop_fn=rule if callback == "stop_fn" else None)
-    assert plain.converged.all() and plain.evaluations > 5
-    assert_same_solution(found, plain)
-
-
-@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
-@pytest.mark.parametrize("unit", [2.0**-80, 2.0**80])
-def test_the_unit_of_the_error_changes_no_bit(unit, kernel):
-    """Squares of these errors are out of the range of float32."""
-    f = Map()
-
-    def solved(unit):
-        solver = MixedAnderson(1e-4, 40, mixing_fn=lambda z, fz: (unit * (fz - z), fz))
-        return solve(lambda z: f(z.double()).float(), f.start.float(), solver, kernel)
-
-    assert solved(1.0).converged.all() and solved(1.0).evaluations < 20
-    assert_same_solution(solved(unit), solved(1.0))
-
-
-@pytest.mark.parametrize("kernel", ["cpp"], indirect=True)
-@pytest.mark.parametrize("dim", [300, 40_000])  # torch's threads share sums of at least 2^15 numbers to one
-def test_a_sample_has_the_same_bits_in_a_batch_of_one(dim, kernel):
-    rates, x = torch.tensor([[0.9], [0.5], [0.95]]), torch.linspace(-2, 2, dim)
-    solver = MixedAnderson(1e-5, 40, mixing_fn=lambda z, fz: ((fz - z) * torch.linspace(0.5, 1, dim), fz))
-
-    def solved(rates):
-        return solve(lambda z: rates * torch.cos(z) + x, torch.zeros(len(rates), dim), solver, kernel).value
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(solved(rates), torch.cat([solved(rate) for rate in rates.split(1)]))
-    finally:
-        torch.set_num_threads(threads)
 
 
 WRONG = [

@@ -213,6 +213,8 @@ class TestArguments:
     """A wrong argument is named, with what it must be and what it is."""
 
     every_tensor = pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in tensors(op)])
+    # The checks are those of csrc/common: on emulated and interpreted kernels each op and each name once.
+    checks = pytest.mark.covering(1)
 
     @pytest.fixture
     def refuses(self, implementation):
@@ -233,6 +235,7 @@ class TestArguments:
 
         return refuse
 
+    @checks
     @every_tensor
     def test_shape(self, op, name, refuses):
         """Of the first tensor and of some others the last dimension may have any size."""
@@ -244,6 +247,7 @@ class TestArguments:
         shape[-1] *= 2
         refuses(op, name, {name: lambda t: torch.cat([t, t], dim=-1)}, *expected, f"got ({str(shape)[1:-1]})")
 
+    @checks
     @every_tensor
     def test_dtype(self, op, name, refuses):
         dtype = torch.float64
@@ -253,6 +257,7 @@ class TestArguments:
             dtype = torch.float32
         refuses(op, name, {name: lambda t: t.to(dtype)})
 
+    @checks
     @every_tensor
     def test_contiguity(self, op, name, refuses):
         if good(op)[name].numel() > 1:

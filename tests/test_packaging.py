@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import record
-
-from deqfast import _extension
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"csrc", "deqfast", "kernels", "benchmarks", "experiments", "tests", "docs"}
@@ -147,21 +144,6 @@ def test_cuda_kernels_are_built_where_they_will_be_used(monkeypatch, tmp_path, m
 
 
 @pytest.mark.tier("full")
-def test_an_extension_built_without_cuda_kernels_says_why():
-    """Whatever an earlier build has left next to it."""
-    script = (
-        "import sys, types\n"
-        "for name in ('_C_cpu', '_C_cpu_avx512', '_C_cuda'):\n"
-        "    module = sys.modules[f'deqfast.{name}'] = types.ModuleType(name)\n"
-        "    module.build_info = lambda: {'without_cuda': 'a reason'}\n"
-        "from deqfast import _extension\n"
-        "assert _extension.cuda_module is None\n"
-        "print(_extension.cuda_reason)\n"
-    )
-    assert run(sys.executable, "-c", script).strip() == "deqfast was built without CUDA kernels: a reason"
-
-
-@pytest.mark.tier("full")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only on x86-64 the kernels ask for AVX2")
 def test_a_processor_without_avx2_is_served_by_torch():
     script = (
@@ -199,23 +181,3 @@ def test_top_level_is_the_fixed_one():
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} == TOP_LEVEL
-
-
-def test_an_extension_of_other_sources_is_told(monkeypatch, tmp_path):
-    """As left behind by an editable install when csrc/ changes."""
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    shutil.copy(record.SETUP, tmp_path)
-    monkeypatch.setattr(record, "SETUP", tmp_path / "setup.py")
-    assert record.stale_extensions() == []
-    with open(tmp_path / "csrc" / "common" / "window.h", "a") as header:
-        header.write("// another line\n")
-    told = [sentence.split()[0] for sentence in record.stale_extensions()]
-    loaded = [module.__name__ for module in (_extension.cpp_module, _extension.cuda_module) if module is not None]
-    assert told == loaded
-
-
-def test_without_setuptools_it_is_said_that_it_cannot_be_told(monkeypatch):
-    """None in ``sys.modules``: as if it were not installed."""
-    monkeypatch.setattr(_extension, "cpp_module", object())
-    monkeypatch.setitem(sys.modules, "setuptools", None)
-    assert record.stale_extensions() == [record.NO_SETUPTOOLS]

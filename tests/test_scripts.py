@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
-import shutil
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -45,14 +43,3 @@ def test_help_writes_nothing(script, tmp_path, monkeypatch, capsys):
     signal.signal(signal.SIGPIPE, pipe)
     assert stop.value.code in (0, None) and capsys.readouterr().out.startswith("usage: ")
     assert state_of([*FOLDERS, tmp_path]) == before
-
-
-def test_help_of_the_shell_script(tmp_path):
-    """In a copy, which would miss everything else that the script does."""
-    script = ".ci/run"
-    copy = tmp_path / script
-    copy.parent.mkdir()
-    shutil.copy(ROOT / script, copy)
-    done = subprocess.run(["bash", copy, "--help"], capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == 0 and done.stdout.startswith("usage: ") and script.rpartition("/")[2] in done.stdout
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [copy]

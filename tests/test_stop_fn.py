@@ -5,7 +5,7 @@ import torch
 from correctness import rounding
 from own_sums import product
 
-from deqfast import Anderson, Broyden, DEQBlock, FCCell, Groups, LinearCell, Picard, Status, solve
+from deqfast import Anderson, Broyden, DEQBlock, Groups, LinearCell, Picard, Status, solve
 
 
 def slow(z):
@@ -105,30 +105,7 @@ def test_a_rule_sees_the_values_dtype(drop_converged):
     assert (solution.sample_evaluations < 16 * solution.evaluations) == drop_converged
 
 
-class EmptyRule(list):
-    """A rule that is a container, and empty at first."""
-
-    def __call__(self, z, value, k):
-        self.append(k)
-        return torch.full((len(z),), k == 3)
-
-
-def test_an_empty_container_is_a_rule():
-    block = DEQBlock(FCCell(3, 3), Picard(1e-8, 50), stop_fn=EmptyRule())
-    _, solution = block(torch.randn(4, 3), return_solution=True)
-    assert (solution.status == Status.STOPPED).all() and block.stop_fn == [1, 2, 3]
-    with pytest.raises(ValueError, match="torch.func cannot be combined with stop_fn"):
-        torch.vmap(DEQBlock(FCCell(3, 3), stop_fn=EmptyRule()))(torch.zeros(2, 1, 3))
-
-
 @pytest.mark.parametrize("mask", [None, True, torch.tensor([True]), torch.ones(3), torch.zeros(3).bool().to("meta")])
 def test_a_bad_mask_is_named(mask):
     with pytest.raises(ValueError, match=r"stop_fn must return a mask \(3,\) torch.bool on cpu, got"):
         solve(slow, torch.zeros(3, 2), stop_fn=lambda z, value, k: mask)
-
-
-def test_a_rule_must_be_callable():
-    with pytest.raises(TypeError, match="stop_fn must be callable, got 3"):
-        solve(slow, torch.zeros(3, 2), stop_fn=3)
-    with pytest.raises(TypeError, match="stop_fn must be callable, got 3"):
-        DEQBlock(LinearCell(2), stop_fn=3)

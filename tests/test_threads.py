@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import deqfast
-from deqfast.ops import Kernel
 
 pytestmark = pytest.mark.skipif(not deqfast.backends()["cpp"], reason="the CPU kernels were not built")
 
@@ -68,23 +67,3 @@ def test_neither_the_threads_nor_the_other_samples_change_the_bits(solver, dtype
             set_threads(threads)
             together = solve(solver, list(range(batch)), dtype)
             assert all(same(together, alone[row], row, 0) for row in range(batch)), (threads, batch)
-
-
-@pytest.mark.parametrize("history_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_transposed_product_too(history_dtype, set_threads):
-    generator = torch.Generator().manual_seed(4)
-    batch, history = 3, 5
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator)
-
-    left, df = (random(batch, history, SIZE).to(history_dtype) for _ in range(2))
-    arguments = random(batch, SIZE), left, df, random(batch, history + 2, history).abs() + 1.0
-    newest, count = torch.tensor([6, 2, 4], dtype=torch.int32), torch.tensor([5, 0, 3], dtype=torch.int32)
-    results = []
-    for threads in (1, 2, 3):
-        set_threads(threads)
-        product = Kernel("cpp").op("multisecant_transposed")
-        results.append(product(*arguments, newest, count, 3, 1.0, 1.0, 1e-6))
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert torch.isfinite(results[0]).all() and not torch.equal(results[0], arguments[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, lost, rounding
+from correctness import FINITE_DIFFERENCES, GRADIENT
 from own_sums import product
 
 import deqfast
@@ -22,7 +22,6 @@ from deqfast import (
     Status,
     Unrolled,
     fixed_point,
-    regularize,
 )
 
 SOLVERS = [Picard(1e-5, 60), Anderson(1e-5, 40), Broyden(1e-5, 40)]
@@ -86,39 +85,6 @@ def test_scaled_gradients_are_those_of_a_state_of_one_size(adjoint, func):
         assert torch.equal(found.status, expected.status) and found.evaluations == expected.evaluations
 
 
-@pytest.mark.parametrize("fallback", [1.5, 3.0, 5.0, 100.0])
-def test_the_inverse_of_shine_is_trusted_alike(fallback):
-    rates, x = torch.tensor([0.9] * 5 + [0.1] * 3), torch.randn(4, 8, requires_grad=True)
-    found = []
-    for f, init, scale in ((plain, torch.zeros_like, None), (parted, start, SCALE)):
-
-        def cell(z, x, f=f, scale=scale):
-            inner = {"large": 0.9 * z["large"], "small": 0.1 * z["small"]} if scale else rates * z
-            return f(inner, x)
-
-        block = DEQBlock(cell, Broyden(1e-6, 40), SHINE(fallback), init=init, scale=scale)
-        value = block(x) if scale is None else joined(block(x))
-        found.append(torch.autograd.grad(value[:, -1].sum(), x)[0])
-    assert torch.equal(*found)
-
-
-def test_scaled_second_derivatives_are_those_of_a_state_of_one_size():
-    """To a coarse tolerance, so that the solves of the derivatives must be judged by the same sizes."""
-    adjoint, x, direction = Implicit(Anderson(1e-2, 40)), torch.randn(2, 8), torch.randn(2, 8)
-    block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
-    scaled = DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
-    found = []
-    for solve in (block, lambda x: joined(scaled(x))):
-
-        def loss(x, solve=solve):
-            return (direction * solve(x)).square().sum()
-
-        (gradient,) = torch.autograd.grad(loss(given := x.clone().requires_grad_()), given, create_graph=True)
-        eager = torch.autograd.grad((gradient * direction).sum(), given)[0]
-        found.append([eager, torch.func.jacrev(torch.func.grad(loss))(x), torch.func.jacfwd(torch.func.grad(loss))(x)])
-    assert_close(*found, rounding(torch.float32))  # sums in another order
-
-
 @pytest.mark.parametrize("keys", [("large", "small"), ("small", "large")])
 def test_the_order_of_keys_does_not_count(keys):
     """The gradient's evaluation moves the small tensor by half of its size: that is no longer the same map."""
@@ -131,19 +97,6 @@ def test_the_order_of_keys_does_not_count(keys):
     x = torch.ones(2, 8, requires_grad=True)
     block.init = lambda x: {"large": torch.zeros(2, 8), "small": torch.zeros(2, 8)}
     assert (block(x, return_solution=True)[1].status == Status.INCONSISTENT).all()
-
-
-def test_exports_keep_the_scale():
-    class Cell(torch.nn.Module):
-        def forward(self, z, x):
-            return {"large": LARGE * torch.tanh(0.5 * z["small"] + x), "small": torch.cos(z["large"] / LARGE)}
-
-    def init(x):
-        return {"large": torch.zeros_like(x), "small": torch.zeros_like(x)}
-
-    block, x = DEQBlock(Cell(), SOLVERS[0], init=init, scale=SCALE).eval(), torch.randn(3, 4)
-    exported = torch.export.export(block, (x,)).module()
-    assert_close(exported(x), block(x), 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -196,44 +149,6 @@ def test_complex_gradients(adjoint):
     assert torch.autograd.gradcheck(solved, (x, mix), **FINITE_DIFFERENCES)
     if isinstance(adjoint, (Implicit, Unrolled)):
         assert torch.autograd.gradgradcheck(solved, (x, mix), eps=1e-5, atol=1e-5, nondet_tol=GRADIENT)
-
-
-@pytest.mark.tier("full")
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")  # it calls torch
-@pytest.mark.parametrize("adjoint", [JFB(), SHINE(), Implicit()], ids=repr)
-def test_complex_gradients_by_every_route(adjoint):
-    cell, x = torch.nn.Linear(4, 4, dtype=torch.complex128), torch.randn(3, 4, dtype=torch.complex128)
-
-    def call(z, x):
-        return 0.3 * torch.tanh(cell(z)) + x
-
-    found = []
-    for options in ({}, {"compile": True}):
-        given = x.clone().requires_grad_()
-        block = DEQBlock(call, Anderson(1e-12, 40), adjoint, **options)
-        found.append(torch.autograd.grad(block(given).abs().square().sum(), given)[0])
-    # SHINE reads differences of iterates.
-    tolerance = lost(torch.float64, 1e-12) if isinstance(adjoint, SHINE) else 1e-9
-    assert_close(torch.view_as_real(found[1]), torch.view_as_real(found[0]), tolerance)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_complex_tensor_behind_a_real_one(batch):
-    z0 = {"real": torch.zeros(batch, 3), "complex": torch.zeros(batch, 2, dtype=torch.complex64)}
-
-    def f(z):
-        return {"real": 0.5 * z["real"] + 1, "complex": 0.5j * z["complex"] + 1}
-
-    solution = deqfast.solve(f, z0, Picard(1e-5, 60))
-    assert solution.converged.all()
-    assert (solution.value["complex"] - 1 / (1 - 0.5j)).abs().max() <= 1e-5 * 3 / (1 - 0.5)
-
-
-def test_the_penalty_of_a_complex_cell_is_the_one_of_its_parts():
-    z = torch.randn(500, 4, dtype=torch.complex128)
-    found = regularize.jacobian_penalty(lambda z, x: (0.3 + 0.4j) * z, z, None, probes=4)
-    # |J|_F^2 / D is 0.25; the estimate is a mean of as many squares as there are numbers and probes.
-    assert abs(float(found) - 0.25) <= 5 * 0.25 * (2 / (4 * 500 * 8)) ** 0.5
 
 
 def test_real_and_complex_tensors_are_not_mixed_up():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import threading
 from contextlib import nullcontext
 from functools import partial
 
@@ -17,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from deqfast import Broyden, DEQBlock, Implicit, LinearCell, MonotoneCell, Picard, ResidualCell, Reversible, Unrolled
+from deqfast import Broyden, DEQBlock, Implicit, MonotoneCell, Reversible, Unrolled
 from deqfast.torch_internals import weights
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
@@ -83,15 +82,6 @@ def test_computed_once_and_cached_around_it_changes_nothing(adjoint):
     assert all(bool(grad.any()) for grad in found[0])
 
 
-def test_a_parametrised_buffer():
-    """It has no parameter that would give the device."""
-    cell = nn.Module()
-    cell.register_buffer("scale", torch.tensor(0.2))
-    parametrize.register_parametrization(cell, "scale", Counted())
-    cell.forward = lambda z, x: cell.scale * torch.tanh(z) + x
-    assert DEQBlock(cell)(torch.ones(1, 2)).isfinite().all() and cell.parametrizations["scale"][0].calls <= 3
-
-
 def offload(module):
     """Load the tensors before each call of the module, and leave them on meta between calls, as accelerate does."""
     owners = [owner for each in module.modules() for owner in (each._parameters, each._buffers)]
@@ -125,18 +115,6 @@ def test_offloaded_weights_are_computed_by_each_call(kind, adjoint, training):
         found = block(x)
     assert_close(found, expected, after_solve(1e-12))
     assert all(tensor.is_meta for tensor in block.state_dict().values())
-
-
-def test_what_others_cache_is_used_and_keeps_its_graph():
-    cell = Cell(Counted())
-    block, x = DEQBlock(cell, TIGHT, Implicit(TIGHT)), inputs()
-    original = cell.linear.parametrizations.weight.original
-    (expected,) = torch.autograd.grad(block(x).sum() + cell.linear.weight.sum(), original)
-    with parametrize.cached():
-        before = cell.linear.weight
-        loss = block(x).sum()
-        assert cell.linear.weight is before
-    assert_close(torch.autograd.grad(loss + before.sum(), original)[0], expected, GRADIENT)
 
 
 @every_kind
@@ -183,12 +161,6 @@ class TestSecondDerivatives:
     def test_right(self, kind):
         self.check(DEQBlock(Cell(kind).eval(), TIGHT))
 
-    def test_of_a_block_in_a_cell(self):
-        """The inner one's weights are the outer's, and held since before the inner's call."""
-        inner, outer = DEQBlock(Cell(weight_norm), TIGHT), nn.Module()
-        outer.inner, outer.forward = inner, lambda z, x: 0.3 * inner(z + x)
-        self.check(inner, DEQBlock(outer, TIGHT))
-
 
 class TestRelease:
     @pytest.mark.parametrize("where", ["the cell", "its parametrization"])
@@ -218,42 +190,6 @@ class TestRelease:
         counted.calls = 0
         DEQBlock(cell, TIGHT, warn=False)(inputs()).sum().backward()
         assert counted.calls == 1 < block.cell.evaluations
-
-    @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
-    def test_without_gradients(self, grad):
-        block, x = DEQBlock(Cell(weight_norm), TIGHT, Implicit(TIGHT)), inputs()
-        trained = block(x)
-        with grad():
-            assert torch.equal(block.eval()(x), trained)
-        assert all(bool(g.any()) for g in gradients(block, x))
-
-
-def test_threads_hold_their_own():
-    """While one thread is in a solve, another reads weights that are newer."""
-    cell = Cell(Counted())
-    seen, inside, changed = [], threading.Event(), threading.Event()
-
-    class Waiting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = cell.linear
-
-        def forward(self, z, x):
-            seen.append(self.linear.weight.detach().clone())
-            if len(seen) == 1:
-                inside.set()
-                changed.wait(30)
-            return torch.tanh(0.4 * self.linear(z) + x)
-
-    with torch.no_grad():
-        thread = threading.Thread(target=DEQBlock(Waiting(), TIGHT, warn=False), args=(inputs(),))
-        thread.start()
-        assert inside.wait(30)
-        cell.linear.parametrizations.weight.original.mul_(0.5)
-        assert not torch.equal(cell.linear.weight, seen[0])
-        changed.set()
-        thread.join()
-    assert len(seen) > 1 and all(torch.equal(weight, seen[0]) for weight in seen)
 
 
 @every_adjoint
@@ -300,44 +236,8 @@ def test_replicas_of_data_parallel(adjoint, monkeypatch):
     assert_close(found, gradients(block, x), GRADIENT)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
-def test_kernels_of_the_cells(kernel):
-    """The one launch of LinearCell; the fused norms of ResidualCell."""
-    linear, residual = LinearCell(4).double(), ResidualCell(8, kernel=kernel)
-    parametrize.register_parametrization(linear, "weight", Counted())
-    weight_norm(residual.conv1)
-    for cell, x, solver in (
-        (linear, torch.randn(3, 4, dtype=torch.float64), Picard(1e-6, 100)),
-        (residual, torch.randn(2, 8, 4, 4), Broyden(1e-4, 30)),
-    ):
-        block = DEQBlock(cell, solver, Implicit(), kernel=kernel)
-        once, cached = gradients(block, x.requires_grad_()), gradients(block, x, parametrize.cached)
-        assert_close(once, cached, after_solve(solver.tol, derivatives=1))
-        assert all(bool(gradient.any()) for gradient in once)
-
-
 def test_cuda_graphs_refuse_weights_cached_by_others():
     """A graph would read them in a later solve, when they no longer exist."""
     block = DEQBlock(Cell(weight_norm), cuda_graph=True)
     with parametrize.cached(), pytest.raises(RuntimeError, match="under parametrize.cached"):
         block(inputs())
-
-
-def test_a_compiled_cell_is_compiled_no_more_often():
-    """Once without gradient and once with, and not again at the next call."""
-    graphs = 0
-
-    def backend(graph, arguments):
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
-    x = inputs()
-    expected = gradients(DEQBlock(Cell(weight_norm), TIGHT), x)
-    cell = Cell(weight_norm)
-    layer = torch.compile(cell.linear, backend=backend, fullgraph=True)
-    block = DEQBlock(cell, TIGHT, warn=False)
-    cell.forward = lambda z, x: torch.tanh(0.4 * layer(z) + x)
-    for _ in range(3):
-        assert_close(gradients(block, x), expected, GRADIENT)
-    assert graphs == 2

@@ -125,8 +125,11 @@ class Row:
 
 
 def table() -> list[Case]:
-    """Cases of benchmarks/aot.csv: the default windows of the solvers, and the hardest of each padded window (4, 8, 16,
-    32); sizes that are not aligned; norms too large for the chip, with the dtypes of autocast, of rows not aligned."""
+    """Cases of benchmarks/aot.csv.
+
+    The default windows of the solvers, and the hardest of each padded window (4, 8, 16, 32). Sizes that are not
+    aligned. Norms too large for the chip, with the dtypes of autocast, and of rows that are not aligned.
+    """
     kinds: dict[str, Any] = {"window": int, "size": int, "warps": int}
     with open(Path(__file__).parents[1] / "aot.csv") as file:
         rows = list(csv.DictReader(file))

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from types import FrameType
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -37,6 +37,7 @@ from ..torch_internals.graphs import (
 
 T = TypeVar("T")
 WHO = "make_graphed_step: the step"
+_CALL = cast(Any, nn.Module.__call__).__code__
 EAGER = 2  # calls of a layout before its capture: the first compiles, loads and allocates, the second is watched
 
 
@@ -135,7 +136,7 @@ class GraphedStep(Generic[T]):
             aside(run, self._stream)
 
         rates = [(rate, rate._version) for rate in self._rates]
-        with watched() as seen:
+        with watched(is_watched) as seen:
             if not is_watched:
                 run_aside()
             elif not cuts():  # torch's own replays draw new numbers
@@ -250,9 +251,9 @@ class Seen:
         self._inner: set[nn.Module] = set()
         self._thread = threading.get_ident()
 
-    def module(self, module: nn.Module, *_: Any) -> None:
-        """Note a module before it is called."""
-        if module not in self._inner and threading.get_ident() == self._thread:
+    def profile(self, frame: FrameType, event: str, _: Any) -> None:
+        """Note a module that is called. A hook of all modules would turn off kernels that replace them."""
+        if frame.f_code is _CALL and event == "call" and (module := frame.f_locals["self"]) not in self._inner:
             self.modules.append(module)
             self._inner.update(module.modules())
 
@@ -264,15 +265,17 @@ class Seen:
 
 
 @contextmanager
-def watched() -> Iterator[Seen]:
-    """What is used in this context."""
-    seen = Seen()
-    hooks = register_module_forward_pre_hook(seen.module), register_optimizer_step_pre_hook(seen.optimizer)
+def watched(modules: bool) -> Iterator[Seen]:
+    """What is used in this context; the `modules` too, if asked for."""
+    seen, before = Seen(), sys.getprofile()
+    hook = register_optimizer_step_pre_hook(seen.optimizer)
+    if modules:
+        sys.setprofile(seen.profile)
     try:
         yield seen
     finally:
-        for hook in hooks:
-            hook.remove()
+        sys.setprofile(before)
+        hook.remove()
 
 
 def _check_settings(optimizer: Optimizer) -> None:

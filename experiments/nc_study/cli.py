@@ -24,7 +24,7 @@ from .models import ResNet18, choose_kernel, cost, count_parameters
 from .record import KernelChoice
 from .results import difference, network_result, report, run_result
 from .rundir import RunDirectory
-from .training import train
+from .training import how_steps_run, train
 
 
 def main(study: str, description: str | None, argv: Sequence[str] | None = None) -> int:
@@ -89,7 +89,8 @@ def announce(settings: Settings, source: Source, obstacle: str) -> None:
         alone = "" if settings.device == "cuda" else ", each with batch statistics of its own"
         print(f"{processes} processes{alone}")
     print(f"data: {source.name}" + (f" instead of CIFAR-10: {source.reason}" if source.reason else ""))
-    print(f"kernel: {settings.kernel}" + (f", for {obstacle}" if obstacle else ""), flush=True)
+    print(f"kernel: {settings.kernel}" + (f", for {obstacle}" if obstacle else ""))
+    print(f"training steps: {how_steps_run(settings)}", flush=True)
 
 
 def train_arm(settings: Settings, source: Source, run: RunDirectory, kernel: KernelChoice) -> None:
@@ -118,7 +119,7 @@ def conclude(settings: Settings, data: StudyData, run: RunDirectory, kernel: Ker
     solves = epochs[-1].test_solver
     spent = cost(network, solves.iterations if solves else None)
     result = network_result(count_parameters(network), epochs, last_block_radius(network, data), spent)
-    run.conclude(run_result(settings, kernel, data.counts, result))
+    run.conclude(run_result(settings, kernel, data.counts, result, how_steps_run(settings)))
 
 
 def show(runs: Sequence[RunDirectory]) -> None:

@@ -244,6 +244,7 @@ class Settings(Experiment):
     """Experiment with the options that may change on resuming: folders and threads."""
 
     data_root: str = option("data", "folder of the CIFAR files, also for downloads", "data", metavar="DIR")
+    eager: bool = option("machine", "on a GPU, do not make one launch (a CUDA graph) of each training step", False)
     threads: int = option("machine", "CPU threads; 0: PyTorch's default", 0, minimum=0)
     out: str = option("machine", "parent of the runs' folders", "runs", metavar="DIR")
     resume: bool = option("machine", "continue the run of these settings where it stopped", False)

@@ -42,37 +42,46 @@ def course(results: Sequence[RunResult]) -> bytes:
 
 
 def study_figure(
-    rows: Mapping[str, Mapping[str, Sequence[Curves]]], printed: Mapping[str, Mapping[str, float]] | None = None
+    rows: Mapping[str, Mapping[str, Sequence[Curves]]],
+    printed: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
 ) -> Figure:
-    """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), centred NC2 and NC3 against epoch,
-    from the curves of each seed of each arm. With several seeds, a line is their mean and the band their range.
-    `printed`: the paper's overall accuracy by heading and arm."""
-    figure, axes = style.panels(len(rows), 4, height=1.9, sharex=True)
+    """Draw a row of five panels for each heading against epoch, from the curves of each seed of each arm.
+
+    The panels are overall accuracy, accuracy of majority and minority, NC1 (log scale), centred NC2 and NC3. With
+    several seeds, a line is their mean and the band their range. `printed`: the paper's accuracies by heading, arm and
+    group.
+    """
+    figure, axes = style.panels(len(rows), 5, height=1.9, sharex=True)
     labels = dict(zip(("nc1", *CENTRED), ("NC1", "NC2 centred", "NC3 centred"), strict=True))
-    for (accuracy, *others), (text, curves) in zip(axes, rows.items(), strict=True):
-        accuracy.set_title(" ")  # room for the heading, which is wider than the panel
-        heading = accuracy.text(0, 1.05, text, transform=accuracy.transAxes, fontweight="bold")
+    for (overall, groups, *others), (text, curves) in zip(axes, rows.items(), strict=True):
+        overall.set_title(" ")  # room for the heading, which is wider than the panel
+        heading = overall.text(0, 1.05, text, transform=overall.transAxes, fontweight="bold")
         heading.set_in_layout(False)
-        for number, (arm, seeds) in enumerate(curves.items()):
-            for group, dash in DASHES.items():
+        overall.set_ylabel("overall accuracy (%)")
+        groups.set_ylabel("by size of class (%)")
+        groups.set_visible(any(one["minority"][-1] is not None for seeds in curves.values() for one in seeds))
+        for group, dash in DASHES.items():
+            axis = overall if group == "overall" else groups
+            for number, (arm, seeds) in enumerate(curves.items()):
                 # Each arm marks other epochs, so that markers of like accuracies do not cover one another.
                 label = LABELS[arm] if group == "overall" else None
-                _plot_seeds(accuracy, arm, seeds, group, ls=dash, markevery=(number, len(curves)), label=label)
-            for axis, (name, label) in zip(others, labels.items(), strict=True):
+                _plot_seeds(axis, arm, seeds, group, ls=dash, markevery=(number, len(curves)), label=label)
+            for arm, values in (printed or {}).get(text, {}).items():
+                if group in values:
+                    axis.axhline(values[group], color=style.look(arm)["color"], lw=0.8, dashes=(1, 4))
+        for axis, (name, label) in zip(others, labels.items(), strict=True):
+            for arm, seeds in curves.items():
                 _plot_seeds(axis, arm, seeds, name)
-                axis.set_ylabel(label)
-        for arm, value in (printed or {}).get(text, {}).items():
-            accuracy.axhline(value, color=style.look(arm)["color"], lw=0.8, dashes=(1, 4))
-        accuracy.set_ylabel("test accuracy (%)")
+            axis.set_ylabel(label)
         others[0].set_yscale("log")
         style.decimal(others[0].yaxis)
     for axis in axes[-1]:
         axis.set_xlabel("epoch")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     for group, dash in [*DASHES.items()][1:]:
         axes[-1, -1].plot([], color=style.GREY, ls=dash, label=f"{group} classes")
     if printed:
-        axes[-1, -1].plot([], color=style.GREY, lw=0.8, dashes=(1, 4), label="the paper's overall accuracy")
+        axes[-1, -1].plot([], color=style.GREY, lw=0.8, dashes=(1, 4), label="the paper's accuracy")
     style.legend(figure, 3)
     return figure
 

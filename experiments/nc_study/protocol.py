@@ -20,7 +20,7 @@ from .paper import FIGURES, PAPER
 
 PAIR = ("explicit", "deq-implicit")
 PRESET = "study"
-MACHINE = ("data_root", "threads", "out", "device", "kernel")
+MACHINE = ("data_root", "threads", "out", "device", "kernel", "eager")
 """Options that the protocol does not fix."""
 
 TUNED = ("lr", "weight_decay", "scale")

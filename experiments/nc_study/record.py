@@ -12,6 +12,7 @@ from runs.provenance import Recorded
 from .config import ARMS, Experiment, Setting
 
 FORMAT = 5  # increased when a name or a meaning in a record changes
+EAGER, GRAPHED = "eager", "graphed"  # how training steps ran
 AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
 GROUPS = ("overall", "majority", "minority")
 SHOTS = ("many", "medium", "few")
@@ -210,10 +211,14 @@ class RunResult(Recorded):
     kernel: KernelChoice
     network: NetworkResult
     command: str
+    steps: str = EAGER
+    """How training steps ran, EAGER or GRAPHED. Records from before there was a choice lack it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one = self.settings
+        if self.steps not in (EAGER, GRAPHED):
+            raise ValueError(f"steps {self.steps}: {EAGER} or {GRAPHED}")
         if self.arm not in ARMS or self.arm != one.arm:
             raise ValueError(f"arm {self.arm}: {one.arm}, as the settings say, and one of {', '.join(ARMS)}")
         if "auto" in (one.preset, one.dataset, one.device, one.precision):

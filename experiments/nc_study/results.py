@@ -23,9 +23,13 @@ PASSES = {"test images": "test", "training images": "nc"}
 
 
 def run_result(
-    settings: Settings, kernel: record.KernelChoice, counts: tuple[int, ...], network: record.NetworkResult
+    settings: Settings,
+    kernel: record.KernelChoice,
+    counts: tuple[int, ...],
+    network: record.NetworkResult,
+    steps: str = record.EAGER,
 ) -> record.RunResult:
-    """Record of a run; `counts`: training images of each class."""
+    """Record of a run; `counts`: training images of each class; `steps`: how they ran."""
     return record.RunResult(
         format=record.FORMAT,
         arm=settings.arm,
@@ -34,6 +38,7 @@ def run_result(
         kernel=kernel,
         network=network,
         command=command_line(),
+        steps=steps,
         **provenance(settings.threads, settings.device, distributed.world_size(), settings.precision),
     )
 

@@ -23,7 +23,7 @@ from .config import Settings
 from .data import Source, StudyData, load
 from .models import build, project
 from .moments import Arrays, moments
-from .record import AVERAGED, GROUPS, SHOTS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
+from .record import AVERAGED, EAGER, GRAPHED, GROUPS, SHOTS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 250  # on a CPU, with 1000 the explicit network takes a third longer per image
@@ -43,6 +43,15 @@ class SolverTally:
 
     def add(self, solution: deqfast.Solution) -> None:
         """Count the samples of one solve."""
+        self.add_sums(self.sums_of(solution))
+
+    def add_sums(self, sums: Tensor) -> None:
+        """Add the sums of one solve, as ``sums_of`` returns them."""
+        self._sums += sums
+
+    @staticmethod
+    def sums_of(solution: deqfast.Solution) -> Tensor:
+        """Sums over the samples of one solve."""
         status, residual = solution.status, solution.residual_rel
         parts = (
             torch.ones_like(status),
@@ -55,7 +64,7 @@ class SolverTally:
             status == deqfast.Status.STALLED,
             ~usable(solution),
         )
-        self._sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def summary(self) -> SolverSummary | None:
         """Summary over the samples of all processes; only finite residuals count. None if nothing was solved."""
@@ -94,6 +103,13 @@ def learning_rate(settings: Settings, done: float) -> float:
     return settings.lr * min(1.0, done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
 
 
+def how_steps_run(settings: Settings) -> str:
+    """GRAPHED, as one launch each: on one GPU, unless --eager or --compile is given, or the host directs the solves, as
+    with kernel torch and the gradient unrolled. Else EAGER."""
+    by_host = settings.eager or settings.compile or settings.kernel == "torch" or settings.adjoint == "unrolled"
+    return EAGER if settings.device != "cuda" or by_host or distributed.world_size() > 1 else GRAPHED
+
+
 def is_measured(settings: Settings, epoch: int) -> bool:
     """Return whether neural collapse is measured after an epoch, which takes a pass over the training images."""
     return epoch in (1, settings.epochs) or epoch % settings.metrics_every == 0
@@ -118,13 +134,18 @@ class Trainer:
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
         )
+        self.steps = how_steps_run(settings)
+        self._step = deqfast.make_graphed_step(self._whole_step) if self.steps == GRAPHED else self._whole_step
+        self._rate = torch.tensor(settings.lr, device=data.train_images.device)  # of graphs, which would repeat a float
         # If the first step is skipped, the momenta that it makes would stay unset.
         for parameter in self.network.parameters() if settings.momentum else ():
             self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def state(self, epoch: int) -> dict[str, Any]:
         """State on which the epochs after `epoch` depend."""
-        return {"epoch": epoch, "network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
+        optimizer = self.optimizer.state_dict()
+        optimizer["param_groups"][0]["lr"] = float(optimizer["param_groups"][0]["lr"])
+        return {"epoch": epoch, "network": self.network.state_dict(), "optimizer": optimizer}
 
     def run_epoch(self, epoch: int, progress: tqdm[Any]) -> tuple[Epoch, Arrays | None]:
         """Train for an epoch; test and measure neural collapse when they are due. Return the epoch's line, and the
@@ -170,13 +191,20 @@ class Trainer:
 
     def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
         """Make a step of the optimiser, if any sample of the whole batch is kept. Return loss, right answers and number
-        of this process's kept samples. The host waits only for the solve."""
+        of this process's kept samples. The host waits only for the solve, and for nothing if steps are graphs."""
+        group = self.optimizer.param_groups[0]
+        if self.steps == GRAPHED and group["lr"] is not self._rate:
+            group["lr"] = self._rate.fill_(group["lr"])
+        sums, solves = self._step((images, labels))
+        if solves is not None:
+            tally.add_sums(solves)
+        return sums
+
+    def _whole_step(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+        images, labels = batch
         with autocast(self.settings):
             logits, _, solution = self.parallel(images)
-        kept = torch.ones_like(labels, dtype=torch.bool)
-        if solution is not None:
-            tally.add(solution)
-            kept = usable(solution)
+        kept = torch.ones_like(labels, dtype=torch.bool) if solution is None else usable(solution)
         losses = sample_losses(logits + self.offsets, labels, kept)
         count = distributed.total(kept.sum())
         self.optimizer.zero_grad()
@@ -187,7 +215,8 @@ class Trainer:
         self.optimizer.step()
         project(self.network, self.settings.e_w, self.settings.e_h)
         right = kept & (logits.argmax(1) == labels)
-        return torch.stack([part.detach().sum(dtype=torch.float64) for part in (losses, right, kept)])
+        sums = torch.stack([part.detach().sum(dtype=torch.float64) for part in (losses, right, kept)])
+        return sums, None if solution is None else SolverTally.sums_of(solution)
 
     @torch.no_grad()
     def infer(self, split: str) -> Inference:

@@ -32,6 +32,8 @@ KINDS = {  # colour and marker: beginnings of names, in lower case; the DEQ itse
     (GREEN, "^"): ("explicit-compute", "once", "fnn, 3", "fnn, equal flops", "neumann", "picard", "plain", "untied"),
     (SKY, "v"): ("explicit-norm", "shine"),
     (GREY, "X"): ("deq-unrolled", "perceptron", "unrolled", "tied"),
+    (ORANGE, "<"): ("tied-4",),
+    (BLACK, ">"): ("tied-12",),
     (BLACK, ""): ("recording",),
 }
 

@@ -160,10 +160,12 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     compared = [_comparison(rule, {k: tasks[k] for k in group}) for group in groups for rule in ("parameters", "FLOPs")]
     if starts := [seeds for seeds in tasks.values() if seeds[0][-1].name == EXACT_START]:
         compared.append(_stays([[networks[-1] for networks in seeds] for seeds in starts]))
+    half = {task: Sawtooth(int(task[1:])).errors(lambda x: torch.full_like(x[:, 0], 0.5))["test"] for task in tasks}
     notes = (
         "The first claim is about a construction, which needs no training. The others are about what training finds.",
         "Task k1 has two pieces, and each further k twice as many. Errors are mean squared errors on fresh points, in "
-        "units of 1/12, the error of the best constant. A network at 1 has learnt nothing.",
+        "units of 1/12, the error of the best constant. A network has learnt nothing if it has the error of that "
+        f"constant, 1/2, on the same points: {', '.join(f'{error:.3f} ({task})' for task, error in half.items())}.",
         f"Every network's error stays above {LEARNT:g} in: {', '.join(idle) or 'no task'}.",
         f"The DEQ has {WIDTH} units.",
         *MATCHED,

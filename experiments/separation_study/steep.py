@@ -236,7 +236,8 @@ def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
         chosen = {int(task.split("-")[0][1:]): seeds for task, seeds in tasks.items() if task.endswith(sampling)}
         for kinds in zip(*(zip(*seeds, strict=True) for seeds in chosen.values()), strict=True):
             name = kinds[0][0].name
-            look = style.look(name) | {"ls": "--" if name.endswith("bounded") else "-", "label": name}
+            bounded = {"ls": "--", "mfc": "none"} if name.endswith("bounded") else {}
+            look = style.look(name) | {"label": name} | bounded
             weights = [fmean(one.largest_weight for one in networks) for networks in kinds]
             column[0].plot(list(chosen), weights, **look)
             column[1].plot(list(chosen), [fmean(one.error("largest") for one in seeds) for seeds in kinds], **look)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from itertools import count, product
 
@@ -14,7 +15,7 @@ from nc_study.protocol import B_ARMS, CLAIMS, PRIMARY, RECIPE_B, Rate, Rates
 from nc_study.reporting import power
 from nc_study.reporting.report import SOLVED, facts, findings
 from nc_study.reporting.runs import collect, gpu_less_cpu
-from nc_study.reporting.tables import same_values_rows
+from nc_study.reporting.tables import printed_rate, same_values_rows
 from nc_study.reporting.verdicts import (
     CONTRADICTED,
     EQUAL,
@@ -324,6 +325,21 @@ def test_a_deq_helps_only_if_it_beats_all_three(verdicts_of, said):
     claims = {claim.name: claim for claim in protocol.MECHANISM_CLAIMS}
     found = [Judgement(claims[name], verdict, None, 0.0, "", 0.0) for name, verdict in names]
     assert said in answer(Part("mechanism", 1, 1, found, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("shift", "said"), [(40.0, "83.75 % .* is not the paper's"), (50.0, "93.75 % .* is the paper's")]
+)
+def test_the_printed_rate_is_the_papers_from_90_percent_on(made_up, shift, said):
+    path = made_up("p", study="cifar_balanced", preset="paper", model="explicit", seed=10, epochs=4, device="cuda")
+    groups = collect([path.parent]).groups
+    (network,) = groups[0].networks(groups[0].settings[0], "explicit").values()
+    better = replace(network.accuracy, overall=replace(network.accuracy.overall, mean=43.75 + shift))
+    run = RunDirectory(path)
+    run.conclude(replace(run.result, network=replace(network, accuracy=better)))
+    assert re.search(said, printed_rate(collect([path.parent]).groups)) and printed_rate([]).startswith(
+        "Not run: needs a GPU"
+    )
 
 
 def test_the_power_is_of_the_registered_pairs(monkeypatch):

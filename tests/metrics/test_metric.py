@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import pickle
-import warnings
 from pathlib import Path
 
 import pytest
@@ -41,21 +40,6 @@ def test_coinciding_means_have_no_nc1(dtype, streaming):
         assert result.rank == 0
         assert all(math.isnan(x) for x in (result.nc1, result.condition, result.nc2_centered, result.nc3_centered))
         assert math.isfinite(result.nc2)
-
-
-@list_and_streaming
-@pytest.mark.parametrize(("dtype", "noise"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
-def test_half_precision_below_its_resolution_warns(dtype, noise, streaming):
-    features, labels, _ = make_samples(500, 63, 10, noise=noise)
-    metric = NeuralCollapse(10, streaming=streaming, num_features=63)
-    metric.update(features.to(dtype), labels)
-    with pytest.warns(UserWarning, match="half-precision features resolve"):
-        metric.compute()
-    metric.reset()
-    metric.update(features, labels)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        metric.compute()
 
 
 def in_pieces(metric, features, labels, sizes=(1, 63, 200)):

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from .. import figures
 from ..config import ARMS, Setting
 from ..paper import COURSES, PAPER
+from ..record import GROUPS, Curves
 from .runs import Group, Run
 from .tables import broken
 from .verdicts import DEQ, estimate
@@ -59,15 +60,19 @@ def _panels(group: Group, quantity: str) -> Iterator[figures.Panel]:
 
 
 def _course(group: Group) -> Figure:
-    rows, printed, courses = {}, {}, COURSES if group.experiment.dataset == "cifar10" else {}
+    rows: dict[str, dict[str, list[Curves]]] = {}
+    printed: dict[str, dict[str, dict[str, float]]] = {}
+    courses = COURSES if group.experiment.dataset == "cifar10" else {}
     for setting in group.settings:
-        number, known = courses.get((setting.majority, setting.ratio), ("No course in the paper", ""))
+        number, ends = courses.get((setting.majority, setting.ratio), ("No course in the paper", ""))
         networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
         curves = {arm: [network.curves for network in found] for arm, found in networks.items() if found}
-        heading = f"{number}: {setting}" + (f" (in the paper {known})" if known else "")
+        heading = f"{number}: {setting}" + (f" (in the paper {ends})" if ends else "")
         entry = {} if group.drawn else PAPER.get(setting, {})
         rows[heading] = curves
-        printed[heading] = {DEQ if model == "deq" else model: one.overall.mean for model, one in entry.items()}
+        for model, one in entry.items():
+            known = {name: shown.mean for name in GROUPS if (shown := getattr(one, name))}
+            printed.setdefault(heading, {})[DEQ if model == "deq" else model] = known
     return figures.study_figure(rows, printed)
 
 

@@ -19,9 +19,10 @@ Row = dict[str, object]
 QUANTITIES = {name: name for name in (*GROUPS, *LATE.values())} | {name.upper(): name for name in COLLAPSE}
 QUANTITIES |= {"NC2 centred": "nc2_centered", "NC3 centred": "nc3_centered"}
 """Columns of tables, and the quantity that each shows."""
-SHORT = ("overall", "minority", "NC1", "NC2 centred", "NC3 centred")
-ALL = ("overall", LATE["overall"], "majority", "minority", "training", *map(str.upper, COLLAPSE), *SHORT[-2:])
 UNCLAIMED = ("minority", "NC1", "NC2", "NC2 centred", "NC3", "NC3 centred")
+SHORT = ("overall", *UNCLAIMED)
+CENTRED = ("NC2 centred", "NC3 centred")
+ALL = ("overall", LATE["overall"], "majority", "minority", "training", *map(str.upper, COLLAPSE), *CENTRED)
 FURTHER = ("overall", "minority", "training", "NC2 centred", "converged")
 SOLVES = ("evaluations", "converged", "radius")
 BROKEN = 1.5  # times the loss of the epoch before
@@ -101,7 +102,7 @@ def printed_rate(groups: Sequence[Group]) -> str:
                 reached = network.accuracy.overall.mean
                 word = "not " if reached < PRINTED_LEAST else ""
                 return f"{reached:.2f} % on balanced classes: the printed rate is {word}the paper's."
-    return "Not yet run: no verdict."
+    return "Not run: needs a GPU. No verdict."
 
 
 def claim_rows(judged: Sequence[Judgement]) -> Iterator[Row]:
