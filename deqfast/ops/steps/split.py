@@ -77,15 +77,17 @@ def _squares(a: Any, op: Ops) -> Tensor:
 
 def _judged(a: Any, sums: Tensor, op: Ops, parts: Parts | Positions) -> tuple[Tensor, Tensor]:
     """The sums over all parts, and the verdicts (B,) int8. Residuals, statuses and iterations are recorded."""
-    positions = parts if isinstance(parts, Positions) else None
-    (length, size), sums = joined(a, sums, parts) if positions is None else joined_positions(a, sums, positions)
+    if isinstance(parts, Positions):
+        (length, size), sums = joined_positions(a, sums, parts)
+    else:
+        (length, size), sums = joined(a, sums, parts)
     # A step of rows z = (|f|, |g|) to f(z) = (|f|, 0), whose best iterates are (-1, -1).
     z = torch.stack([size, length], dim=1)
     best, fz = torch.full_like(z, -1), torch.stack([size, torch.zeros_like(size)], dim=1)
     monitor, rule = (a.status, a.iterations, a.residual, a.progress, a.active), a.rule._replace(maximum=True)
-    if positions is None:
-        op("picard_step")(z, fz, best, *monitor, a.k, a.last, *rule, 1.0)
+    if isinstance(parts, Positions):
+        judge(replace(a, z=z, fz=fz, best=best), fz - z, (length, size), parts)
     else:
-        judge(replace(a, z=z, fz=fz, best=best), fz - z, (length, size), positions)
+        op("picard_step")(z, fz, best, *monitor, a.k, a.last, *rule, 1.0)
     verdict = (best[:, 0] >= 0) * IMPROVED + (z[:, 0] == -1) * BROKEN + (a.status == RUNNING) * ADVANCES
     return sums, verdict.to(torch.int8)
