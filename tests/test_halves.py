@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def processors():
-    """So many that several blocks share a long row."""
+    """A GPU on which several blocks share a long row."""
     if emulate.COMPILER is not None:
         emulate.set_device(processors=132, shared_memory=227 * 1024)
     yield
@@ -64,7 +64,7 @@ def test_halves_are_those_of_the_reference(implementation, name, size, k):
             if torch.is_tensor(right):
                 assert_close(value.cpu(), right, 1e-11, f"{op}: {key}")
         given |= dict(zip(names, expected, strict=True))
-    assert torch.equal(given["z"][2], make_state(case, "cpu")["z"][2])  # the verdict 0 leaves a row alone
+    assert torch.equal(given["z"][2], make_state(case, "cpu")["z"][2])  # the verdict 0 leaves a row as it is
 
 
 def clone(value: Any) -> Any:
