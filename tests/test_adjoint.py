@@ -409,7 +409,7 @@ def test_backward_passes_are_alike_and_the_graph_is_freed_with_the_output(adjoin
 
 @pytest.mark.parametrize("adjoint", ["jfb", "phantom"])
 def test_an_in_place_residual_frees_its_graph(adjoint):
-    """The value is then behind the input that the evaluation has been given; torch's saved tensors make a cycle too."""
+    """The input then depends on the value. (Tensors that torch saves make a cycle as well.)"""
     cell, held = torch.nn.Linear(3, 3), []
     torch.nn.init.orthogonal_(cell.weight, gain=0.3)
 

@@ -130,7 +130,7 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
     if not recorded.is_differentiable:
         return value
     if type(rule) is Rule and broken is None and _is_alike(value, y := recorded.outputs[0]):
-        # A non-leaf itself would make a cycle that no collector sees, once work in place has put the value behind it.
+        # Held itself, a non-leaf that in-place work makes depend on the value would be in a cycle that nothing frees.
         of_x = [t if t.is_leaf else t.unsqueeze(0)[:0].clone() for t in recorded.of_x]
         return _in_place_of(y, value, partial(_refused, rule, recorded.graph, of_x))
     values, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
