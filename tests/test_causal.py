@@ -229,8 +229,8 @@ def test_trees_keep_their_memory_order_and_scale():
 def parallel_sampling(seed: int) -> tuple[Any, Tensor]:
     """States after each of 100 steps from noise, all at once, and their start (ParaTAA's case).
 
-    The noise of a mixture of Gaussians is known. Source: Tang et al., ICML 2024. Of twelve mixtures this one was chosen,
-    because it takes at most 22 evaluations and 1,400 calls from five starts; the others take up to 33 and 1,883.
+    The noise of a mixture of Gaussians is known. Source: Tang et al., ICML 2024. Of twelve mixtures this one was
+    chosen: it takes at most 22 evaluations and 1,400 calls from five starts. The others take up to 33 and 1,883.
     """
     torch.manual_seed(seed)
     steps, features, dtype = 100, 2, torch.float64
