@@ -76,6 +76,9 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
         key = row["section"], row["case"], row["provider"]
         if key[:2] == ("sweeps", "decision"):
             yield f"constants of the sweeps: {row['chosen']}; slower than allowed: {row['slow'] or 'none'}"
+        if row["section"] == "sweeps" and row.get("predicted"):
+            times = ", ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
+            yield "{}: {} us, predicted {:.0f} to {:.0f}".format(row["case"], times, *row["predicted"])
         if "fault" in row:
             yield f"{FAULT} {' '.join(key)}: {row['fault']}"
         if key in PREDICTED and "ms" in row:

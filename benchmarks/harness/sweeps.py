@@ -1,12 +1,13 @@
 """Which constants of ``deqfast.kernels.config`` make Triton's sweeps over the history fastest on this GPU.
 
-``run`` times full windows with every value of a constant, and CUDA's kernels next to them. ``decide`` states
-the decision. Processes compile the kernels side by side before anything is timed.
+``run`` times full windows with every value of a constant, and CUDA's kernels and a prediction next to them.
+``decide`` states the decision. Processes compile the kernels side by side before anything is timed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import traffic
 from .entry import Case, Contender
 from .ops import step_case, transposed_case
 from .record import Row
@@ -31,7 +33,30 @@ LIMITS = {
     "broyden-n20-transposed-1x65536": 40.0,
     "broyden-n20-transposed-128x256": 20.0,
 }
+# The model of a kernel on an H100, in us: see ``predicted``. The first two numbers are fitted to the kernels before.
+LATENCY, BARRIER, BYTES_PER_US = 0.5, 0.1, 22.7e3
+H100_MULTIPROCESSORS, REGISTERS = 132, 65536
+CASE = re.compile(r"(broyden|anderson)-[nm](\d+)(-bf16)?-(step|transposed)-(\d+)x(\d+)")
 BF16 = torch.bfloat16
+
+
+class Known(NamedTuple):
+    """Of kernels: us at D = 256 before they were rewritten, barriers that this saved, and barriers per round of loops.
+
+    Barriers are read from the machine code. Those of the elimination's loop count once per pair.
+    """
+
+    us: float
+    saved: int
+    sweeps: tuple[int, int]
+
+
+KNOWN = {
+    "broyden": Known(37.5, 223, (0, 1)),
+    "anderson": Known(11.0, 20, (1, 1)),
+    "anderson-bf16": Known(10.8, 20, (1, 4)),
+    "transposed": Known(16.1, 130, (0, 0)),
+}
 LAST_STAGE, ONE, MDEQ, FC = (128, 8192), (1, 65536), (32, 65536), (128, 256)
 
 
@@ -59,8 +84,8 @@ CHOICES = {  # the most decisive first
 
 
 @contextmanager
-def setting(constant: str, value: float) -> Iterator[None]:
-    """Plans made here have this value of a constant."""
+def setting(constant: str, value: Any) -> Iterator[None]:
+    """Plans made here have this value of a constant, or of another name of ``config``."""
     from deqfast.kernels import config, multisecant_step
 
     before = getattr(config, constant)
@@ -73,6 +98,40 @@ def setting(constant: str, value: float) -> Iterator[None]:
         setattr(config, constant, before)
 
 
+def predicted(case: Case) -> tuple[float, float] | None:
+    """Least and most us of a case on an H100, by a model; None for float64, which was not timed before.
+
+    The model begins with the time at D = 256 before. Further rounds take ``LATENCY`` and ``BARRIER`` each. The further
+    bytes of the busiest multiprocessor take 1 us per ``BYTES_PER_US``. Least: without ``BARRIER`` per saved barrier.
+    Launches that a case has more than before, or more than at D = 256, are left out.
+    """
+    from deqfast.kernels import config
+
+    named = CASE.fullmatch(case.name)
+    if named is None:
+        return None
+    method, short, kind = named.group(1, 3, 4)
+    pairs, batch, dim = map(int, named.group(2, 5, 6))
+    dtype = BF16 if short else torch.float32
+    known = KNOWN["transposed" if kind == "transposed" else method + (short or "")]
+    with setting("multiprocessors", lambda device: H100_MULTIPROCESSORS):
+        if kind == "transposed":
+            sweep, parts = config.transposed_config(dim, pairs, torch.float32, dtype)
+            sweeps, passes = (sweep, sweep), 3.0 + 2 * pairs
+        else:
+            sweeps = tuple(config.sweep_config(dim, pairs, held, torch.float32, dtype) for held in (2, 1.5))
+            parts = config.programs_per_sample(batch, dim, torch.device("cuda"))
+            passes = traffic.multisecant_passes(pairs, traffic.width(dtype))
+    us = 0.0
+    for sweep, barriers in zip(sweeps, known.sweeps, strict=True):
+        at_once = H100_MULTIPROCESSORS * (REGISTERS // (32 * sweep.num_warps * sweep.registers))
+        rounds = -(-batch * parts // at_once) * -(-dim // (parts * sweep.block)) * -(-sweep.pairs // sweep.at_once)
+        us += (rounds - 1) * (LATENCY + BARRIER * barriers)
+    columns = -(-batch * parts // H100_MULTIPROCESSORS) * dim / parts
+    us += (columns - 256) * 4 * passes / BYTES_PER_US
+    return known.us - BARRIER * known.saved + us, known.us + us
+
+
 def compile_kernels(name: str, i: int) -> None:
     """Fill Triton's cache with the kernels of a case."""
     choice = CHOICES[name]
@@ -82,7 +141,7 @@ def compile_kernels(name: str, i: int) -> None:
 
 
 def timed(choice: Choice, case: Case) -> Row:
-    """Times in us of each value, of CUDA's kernel, and the error of the kernels of the first value."""
+    """Times in us of each value and of CUDA's kernel, the prediction, and the error of the first value's kernels."""
     calls: dict[Any, Callable[[], Any]] = {}
     made: list[Contender] = []
     for value in choice.values:
@@ -95,7 +154,7 @@ def timed(choice: Choice, case: Case) -> Row:
     for contender in made:
         contender.verify()
     microseconds = {str(key): 1e6 * statistics.median(seconds) for key, seconds in times.items()}
-    return {"case": case.name, "us": microseconds, "error": made[0].facts["error"]}
+    return {"case": case.name, "us": microseconds, "predicted": predicted(case), "error": made[0].facts["error"]}
 
 
 def decide(rows: list[Row]) -> dict[str, Any]:
