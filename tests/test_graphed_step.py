@@ -222,8 +222,11 @@ def test_what_the_loop_does_between_steps(every, between):
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.tier("full")), False])
-def test_modules_are_seen_in_compiled_code_and_under_a_profiler(compiled):
+def test_modules_are_seen_in_compiled_code_and_under_a_profiler(compiled, monkeypatch):
     """Their modes are watched. The profiler sees what comes after the watched call too."""
+    if not GPU:  # within the modes of the recordings dynamo would run nothing compiled
+        monkeypatch.setattr(graphed_step, "refuse_waits", lambda work, who: work())
+        monkeypatch.setattr(graphed_step, "aside", lambda work, stream: work())
     losses = []
     for graphed in (True, False):
         small, profile = Small(Small.learn, graphed, lambda: nn.BatchNorm1d(8)), cProfile.Profile()
@@ -265,11 +268,11 @@ def test_a_failed_capture_leaves_the_gradients():
     small, (batch, *_) = Small(step), batches(1, 2)
     for _ in range(2):
         small.step(batch)
-    grads = [p.grad for p in small.net.parameters()]
+    small.optimizer.zero_grad()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"cannot be captured, in .*test_graphed_step.py:.*: no more"):
             small.step(batch)
-    assert all(p.grad is grad for p, grad in zip(small.net.parameters(), grads, strict=True))
+    assert all(p.grad is None for p in small.net.parameters())
 
 
 def test_results_have_their_own_memory():
