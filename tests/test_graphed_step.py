@@ -303,8 +303,8 @@ def varied_setting(small, k):
 
 
 VARIED = {
-    "number": (varied_number, 70, "a batch has had over 64 layouts or plain values; numbers that vary must be"),
-    "setting": (varied_setting, 30, "a setting or the state of an optimiser changes so often"),
+    "number": (varied_number, 70, "the step's batch has had over 64 layouts or plain values. Numbers that vary must"),
+    "setting": (varied_setting, 30, "captured again and again, as a setting or the state of an optimiser changes"),
 }
 
 

@@ -112,7 +112,7 @@ class GraphedStep(Generic[T]):
         self._latest: Any = None  # the stream of the latest call
         self._finished: Any = None  # event after all its work, for which another stream must wait
         self._changes = 0  # that have ended young captures, one after another
-        self._warned: set[str] = set()
+        self._is_full = False  # more than MOST layouts have come
 
     def __call__(self, batch: Any) -> T:
         leaves, spec = pytree.tree_flatten(batch)
@@ -134,15 +134,17 @@ class GraphedStep(Generic[T]):
         self._calls[key] = calls, seen = self._calls.pop(key, (0, Seen()))  # the latest at the end
         if len(self._calls) > MOST:
             self._calls.pop(next(iter(self._calls)))
-            self._warn(f"a batch has had over {MOST} layouts or plain values; numbers that vary must be in tensors")
+            if not self._is_full:
+                warn(f"{WHO}'s batch has had over {MOST} layouts or plain values. Numbers that vary must be in tensors")
+            self._is_full = True
         place = *key, any(p.grad is not None for p in seen.parameters)
         captured = self._captured.get(place)
         if captured is not None and (change := captured.change()):
             self._finished.synchronize()
             del self._captured[place]
             self._changes = self._changes + 1 if captured.replays < MAX_GRAPHS else 0
-            if self._changes > MAX_GRAPHS:
-                self._warn(f"{change} changes so often that the step is captured again and again")
+            if self._changes == MAX_GRAPHS:
+                warn(f"{WHO} is captured again and again, as {change} changes so often")
             captured, calls = None, EAGER - 1
             self._calls[key] = calls, seen
         if captured is None and calls >= EAGER:
@@ -152,11 +154,6 @@ class GraphedStep(Generic[T]):
             captured = self._captured[place] = CapturedStep(self.step, leaves, spec, device, self._stream, seen)
         return captured
 
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warn(f"make_graphed_step: {text}")
-
     def _eager(self, key: Any, batch: Any, device: torch.device) -> T:
         """Run the step on the stream of the captures. A layout's second call is refused what a graph cannot repeat."""
         results: list[T] = []
@@ -164,18 +161,15 @@ class GraphedStep(Generic[T]):
         calls, before = self._calls[key]
 
         def run() -> None:
-            results.append(self.step(batch))
-
-        def run_aside() -> None:
-            aside(run, self._stream)
+            aside(lambda: results.append(self.step(batch)), self._stream)
 
         with watched(calls > 0, before.optimizers) as seen:
             if not calls:
-                run_aside()
+                run()
             elif not cuts():  # torch's own replays draw new numbers
-                refuse_waits(uncompiled(run_aside), WHO)
+                refuse_waits(uncompiled(run), WHO)
             else:
-                refuse_waits(lambda: refuse_draws(device, run_aside, WHO, "draw them outside, or use torch 2.14"), WHO)
+                refuse_waits(lambda: refuse_draws(device, run, WHO, "draw them outside, or use torch 2.14"), WHO)
         if calls:
             seen.check_settings()
         _check_state(seen.optimizers)
@@ -294,8 +288,8 @@ class Seen:
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """Each parameter of the optimisers and modules, to be asked for when the step has ended."""
-        lists = *map(_parameters, self.optimizers), *(module.parameters() for module in self.modules)
-        return list(dict.fromkeys(itertools.chain(*lists)))
+        of_modules = [module.parameters() for module in self.modules]
+        return list(dict.fromkeys(itertools.chain(*map(_parameters, self.optimizers), *of_modules)))
 
     def check_settings(self) -> None:
         """RuntimeError if the step has changed a setting: a graph would repeat the old value."""
@@ -329,9 +323,7 @@ def _settings(optimizer: Optimizer) -> list[tuple[str, Any, int]]:
 
 def _check_settings(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
+    for group in [group for group in optimizer.param_groups if group["params"]]:
         rate, device = group.get("lr"), group["params"][0].device
         if "lr" in group and not (isinstance(rate, Tensor) and rate.device == device):
             got = f"a tensor on {rate.device}" if isinstance(rate, Tensor) else repr(rate)
