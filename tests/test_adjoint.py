@@ -407,6 +407,24 @@ def test_backward_passes_are_alike_and_the_graph_is_freed_with_the_output(adjoin
         gc.enable()
 
 
+@pytest.mark.parametrize("adjoint", ["jfb", "phantom"])
+def test_an_in_place_residual_frees_its_graph(adjoint):
+    """The input then depends on the value. (Tensors that torch saves make a cycle as well.)"""
+    cell, held = torch.nn.Linear(3, 3), []
+    torch.nn.init.orthogonal_(cell.weight, gain=0.3)
+
+    def call(z, x):
+        value = cell(z) + x
+        held.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    x = torch.randn(4, 3, requires_grad=True) * 1
+    x += DEQBlock(call, adjoint=adjoint, warn=False)(x)
+    del x
+    gc.collect()
+    assert held and all(reference() is None for reference in held)
+
+
 BAD_ARGUMENTS = [
     (Phantom, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (Phantom, {"steps": 2.0}, TypeError, "steps must be an integer, got 2.0"),

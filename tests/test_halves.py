@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def processors():
-    """So many that several blocks share a long row."""
+    """A GPU on which several blocks share a long row."""
     if emulate.COMPILER is not None:
         emulate.set_device(processors=132, shared_memory=227 * 1024)
     yield
@@ -39,15 +39,17 @@ def processors():
 @pytest.mark.parametrize("size", [1, 63, 777, 8192 + 4])
 @pytest.mark.parametrize("name", CASES)
 def test_halves_are_those_of_the_reference(implementation, name, size, k):
-    history = 12 if name == "steps" else 4
+    history = 12 if name == "steps" else min(4, size)  # more pairs than columns: a singular system
     case = replace(CASES[name], size=size, k=k, history=history)
     first = {"picard": "picard", "steps": "broyden"}.get(name, "multisecant")
-    if first == "broyden" and implementation.name != "cpp":
-        pytest.skip("only the CPU has it")
+    if implementation.name == "triton" or (first == "broyden" and implementation.name != "cpp"):
+        pytest.skip("this kernel has no such halves")
     given: dict[str, Any] = {key: torch.nan_to_num(value) for key, value in make_state(case, "cpu").items()}
     given |= {key: getattr(case, key) for key in ("damping", "alpha", "beta", "ridge")}
     given["method"] = METHODS.get(case.method)
-    width = {"picard": 2, "broyden": 2 + 2 * k}.get(first) or 4 + min(k, 4) * (3 if name in ("good", "and1") else 2)
+    width = {"picard": 2, "broyden": 2 + 2 * k}.get(first) or 4 + min(k, history) * (
+        3 if name in ("good", "and1") else 2
+    )
     given |= {"k": k, "sums": torch.full((6, width), 7.0, dtype=torch.float64)}
     given["status"] = torch.tensor([0, 0, 1, 0, 0, 2], dtype=torch.int8)
     verdicts = IMPROVED | ADVANCES, ADVANCES, 0, IMPROVED, BROKEN, ADVANCES
@@ -64,7 +66,7 @@ def test_halves_are_those_of_the_reference(implementation, name, size, k):
             if torch.is_tensor(right):
                 assert_close(value.cpu(), right, 1e-11, f"{op}: {key}")
         given |= dict(zip(names, expected, strict=True))
-    assert torch.equal(given["z"][2], make_state(case, "cpu")["z"][2])  # the verdict 0 leaves a row alone
+    assert torch.equal(given["z"][2], make_state(case, "cpu")["z"][2])  # the verdict 0 leaves a row as it is
 
 
 def clone(value: Any) -> Any:

@@ -433,7 +433,7 @@ KERNELS_OF_PARTS = ["torch", "cpp", "cuda"]
 
 
 def solve_of_parts(z0: Tensor, options: Options, kernel: str) -> Solve:
-    """The solve of `Halves` on this kernel; that of CUDA is emulated."""
+    """The solve of `Halves` on this kernel; CUDA is emulated."""
     solve = Solve(z0, replace(options, state_group=Halves()))
     solve.kernel = Kernel(kernel, parts=Halves())
     return solve

@@ -2,7 +2,7 @@
 // their kernels. deqfast/ops/steps/split.py explains them.
 //
 // `Device::sums(params, half, z)` fills the sums of the rows whose status is kRunning. `Device::apply(params, half, z)`
-// takes the step of the rows whose verdict says so. Both use only those parameters of the step that they are given.
+// takes the step of the rows with a verdict for it. Both use only those parameters of the step that they are given.
 #pragma once
 
 #include "steps.h"

@@ -11,7 +11,7 @@
 
 namespace deqfast {
 
-// The first sweep alone.
+// Only the first sweep.
 template <class Step, class T>
 struct FirstHalf : SampleStep {
   struct Sample {

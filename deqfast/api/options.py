@@ -63,7 +63,7 @@ class BlockOptions:
             object.__setattr__(self, name, as_ranks(name, getattr(self, name)))
         check_together(self.given())
         for solver in (self.solver, self.eval_solver or self.solver) if self.causal else ():
-            check_causal(solver, self.kernel)
+            check_causal(solver)
         own = getattr(self.adjoint, "solver", None)
         if self.cuda_graph and isinstance(own, Solver):
             check_served("cuda_graph", cuda_graph.REFUSES, kinds(own), f" of the adjoint's solver, {own}")

@@ -249,21 +249,19 @@ def solution_of(
 
 def kernel_of(options: Options, device: torch.device) -> Kernel:
     """Kernel of a solve; ValueError if its steps cannot sum over positions, or over processes."""
-    parts: Ranks | Positions | None = options.state_group
+    parts = options.state_group
     if options.causal:
-        check_causal(options.solver, options.kernel)
-        parts = Positions(1)  # each solve has its own
+        check_causal(options.solver)
     elif parts is not None and type(options.solver) not in (Picard, Anderson, Broyden, Auto):
         raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
-    return choose_kernel(options.kernel, device, parts)
+    kernel = choose_kernel(options.kernel, device, in_halves=options.causal or parts is not None)
+    return kernel if parts is None else replace(kernel, parts=parts)
 
 
-def check_causal(solver: Solver, kernel: str) -> None:
-    """Raise ValueError unless this solver's steps on this kernel can sum over positions."""
+def check_causal(solver: Solver) -> None:
+    """Raise ValueError unless this solver's steps can sum over positions."""
     if type(solver) not in (Picard, Anderson, Broyden):
         raise ValueError(f"causal serves Picard, Anderson and Broyden, whose steps sum over positions, got {solver}")
-    if kernel == "triton":
-        raise ValueError("causal runs on kernels 'torch', 'cpp' and 'cuda', whose steps have halves, got 'triton'")
 
 
 def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:

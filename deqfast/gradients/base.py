@@ -130,7 +130,9 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
     if not recorded.is_differentiable:
         return value
     if type(rule) is Rule and broken is None and _is_alike(value, y := recorded.outputs[0]):
-        return _in_place_of(y, value, partial(_refused, rule, recorded.graph, recorded.of_x))
+        # Held itself, a non-leaf that in-place work makes depend on the value would be in a cycle that nothing frees.
+        of_x = [t if t.is_leaf else t.unsqueeze(0)[:0].clone() for t in recorded.of_x]
+        return _in_place_of(y, value, partial(_refused, rule, recorded.graph, of_x))
     values, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
     sources = recorded.sources if rule.has_second_derivatives else recorded.of_x
     to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources)
@@ -148,13 +150,16 @@ def _is_alike(value: Any, y: Tensor) -> bool:
 def _in_place_of(y: Tensor, value: Tensor, hook: Callable[..., Any]) -> Tensor:
     """Copy of the value whose gradient is y's. torch's own node takes half of the time of a Python Function."""
     copy = y.clone()
-    copy.detach().copy_(value)
+    copy.data.copy_(value)  # neither recorded nor counted as in-place work
     copy.grad_fn.register_prehook(hook)  # type: ignore[union-attr]  # y requires a gradient
     return copy
 
 
 def _refused(rule: Rule, graph: Graph, of_x: list[Tensor], grads: tuple[Tensor | None, ...]) -> Any:
-    """Hook of a node: with create_graph=True, u for this g, whose own derivative raises an error."""
+    """Hook of a node: with create_graph=True, u for this g, whose own derivative raises an error.
+
+    of_x: tensors whose graphs lead to those of x.
+    """
     if not torch.is_grad_enabled() or grads[0] is None:
         return None
     return tuple(_with_graph(rule, graph, [grads[0]], [*of_x, *graph.behind[0]])[0])

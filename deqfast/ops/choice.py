@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -171,17 +171,20 @@ def _warn_of_fallback(reasons: str) -> None:
     warnings.warn(f"deqfast: kernel='auto' falls back to the slower torch: {reasons}", stacklevel=4)
 
 
-def choose_kernel(kernel: str, device: torch.device, parts: Parts | Positions | None = None) -> Kernel:
-    """Resolve `kernel` for tensors on `device`, whose rows may be `parts` of samples, see ``Kernel``.
+def choose_kernel(kernel: str, device: torch.device, in_halves: bool = False) -> Kernel:
+    """Resolve `kernel` for tensors on `device`.
 
     "auto" takes cuda, then triton, on CUDA tensors, and cpp on CPU tensors. If these are not available, it takes torch
-    and warns once. A kernel chosen by name that cannot run raises RuntimeError.
+    and warns once. A kernel chosen by name that cannot run raises RuntimeError. `in_halves`: rows are not whole
+    samples, and steps are cut. Triton has no such steps, and raises ValueError.
     """
-    if parts is not None:
-        return _with_parts(choose_kernel(kernel, device), kernel, parts)
     check_kernel_name(kernel)
+    if in_halves and kernel == "triton":
+        raise ValueError(
+            "state_group and causal cut steps in halves, for kernel 'cuda', 'cpp' or 'torch', got 'triton'"
+        )
     if kernel == "auto":
-        preferred = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}.get(device.type, ())
+        preferred = {"cuda": ("cuda", "triton")[: 1 if in_halves else 2], "cpu": ("cpp",)}.get(device.type, ())
         name = next((name for name in preferred if _availability(name)), "torch")
         if preferred and name == "torch":
             _warn_of_fallback("; ".join(f"{missing}: {_availability(missing).reason}" for missing in preferred))
@@ -193,15 +196,6 @@ def choose_kernel(kernel: str, device: torch.device, parts: Parts | Positions | 
     if device.type not in serves.get(kernel, (device.type,)):
         raise RuntimeError(f"kernel={kernel!r} does not run on {device.type} tensors, only on {serves[kernel][0]}")
     return Kernel(kernel)
-
-
-def _with_parts(chosen: Kernel, kernel: str, parts: Parts | Positions) -> Kernel:
-    """The kernel of rows that are `parts` of samples; ValueError if the named one has no steps in halves."""
-    if chosen.name == "triton":
-        if kernel != "auto":
-            raise ValueError(f"rows that are parts of samples need kernel 'torch', 'cpp' or 'cuda', got {kernel!r}")
-        chosen = Kernel("torch")
-    return replace(chosen, parts=parts)
 
 
 @functools.cache

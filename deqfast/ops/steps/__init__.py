@@ -191,7 +191,7 @@ class _Judged:
 
 @dataclass
 class PicardApply(_Judged):
-    """The step of the rows whose verdict says so, and of all rows what it says of the best iterate."""
+    """The step of rows with ADVANCES; rows with IMPROVED or BROKEN keep or restore their best iterate."""
 
     damping: float
 
