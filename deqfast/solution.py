@@ -115,7 +115,8 @@ class Solution:
     Attributes:
         value: a tree like z0. For each sample, the iterate whose residual is reported: the converged one, else the
             finite one of least |f(z) - z| + eps |f(z)|, else z0. Up to rounding, its residual |f(z) - z| is at most
-            that at z0. For STOPPED, ``Unrolled`` and ``Reversible`` it is the last iterate.
+            that at z0. For STOPPED, ``Unrolled`` and ``Reversible`` it is the last iterate. An unfinished causal solve
+            has the best iterate of each position, and the residual of its last position in one evaluation.
         status: (B,) int8 of ``Status``.
         iterations: (B,) int32, the evaluations of f until the sample's status was set.
         residual: (B,) what the solver judged by: residual_abs if its `rtol` is 0, else residual_rel.
@@ -129,7 +130,8 @@ class Solution:
         trace: (evaluations, B) residual of the best iterate after every evaluation; None if it was not recorded.
         trace_rel: the trace of ``residual_rel``, or None.
         trace_abs: the trace of ``residual_abs``, or None.
-        position_iterations: (B, T) int32 of a causal solve, the `iterations` of each position; else None.
+        position_iterations: (B, T) int32 of a causal solve, the `iterations` of each position; else, and under
+            ``torch.compile``, None.
 
     Examples:
         >>> slope = torch.tensor([[0.5], [1.0]])

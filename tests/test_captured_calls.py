@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from harness import cases, phases
-from test_graphs import DEVICE, recorded  # noqa: F401  # a fixture for every test
+from recorded import DEVICE, as_graphs  # noqa: F401  # a fixture for every test
 from torch import nn
 
 from deqfast.compat import get_deq

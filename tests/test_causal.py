@@ -361,3 +361,41 @@ def test_a_start_must_have_positions(start):
     assert len(solve(torch.cos, torch.zeros(0, 3), causal=True).status) == 0
     with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
         solve(torch.cos, torch.tensor([[0.0, 0.0], [0.0, torch.nan]]), causal=True)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp"])
+def test_stalled_positions_keep_the_iterate_that_later_ones_are_judged_with(kernel):
+    """Products in bfloat16 stall early positions; others then converge to the value that is returned."""
+    torch.manual_seed(89)
+    length, batch, size, tol = 16, 4, 8, 1e-3
+    scale = torch.logspace(-2, 2, length)[torch.randperm(length)]
+    past, weight = torch.randn(length, length).tril() / length**0.5, torch.linalg.qr(torch.randn(size, size))[0] * 0.9
+    x, weight = (torch.randn(batch, length, size) * scale[:, None]).bfloat16(), weight.bfloat16().float()
+
+    def f(z: Tensor) -> Tensor:  # its products in float32, which all processors round alike up to the last bits
+        return (past @ z).bfloat16().tanh() * 0.3 + (z.bfloat16().float() @ weight).bfloat16() * 0.6 + x
+
+    solution = solve(f, torch.zeros(batch, length, size), Picard(tol, 60), kernel, causal=True)
+    value = f(solution.value).float()
+    residual = (value - solution.value).flatten(1).norm(dim=1) / value.flatten(1).norm(dim=1)
+    assert bool((residual[solution.converged] <= tol * 1.001).all())  # sums of 128 numbers in float32
+
+
+@pytest.mark.parametrize("solver", [Anderson(1e-3, 20), Broyden(1e-3, 20)], ids=str)
+def test_autocast_of_the_caller_is_not_that_of_the_steps(solver):
+    weight, x = torch.linalg.qr(torch.randn(8, 8))[0] * 0.9, torch.randn(3, 6, 8)
+
+    def f(z: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return z @ weight + 0.02 * z.cumsum(dim=1) + x
+
+    def solved(autocast: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return solve(f, torch.zeros(3, 6, 8), solver, "torch", causal=True).value
+
+    assert torch.equal(solved(True), solved(False))
+
+
+def test_norms_of_finite_positions_are_finite():
+    solution = solve(lambda z: torch.full_like(z, 3e38), torch.zeros(1, 64, 4), Picard(1e-3, 10), "torch", causal=True)
+    assert solution.converged.all()

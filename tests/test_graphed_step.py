@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import cProfile
 import functools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from own_sums import LoopedFCCell
-from recorded import DEVICE, GPU, Graph, as_graphs  # noqa: F401
+from recorded import DEVICE, GPU, Graph, Mark, as_graphs  # noqa: F401
 from torch import nn
 
 import deqfast
@@ -164,6 +167,158 @@ def test_a_change_is_seen(change):
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
 
 
+class Small:
+    """A network without solves; `step(small, batch)` is eager or in graphs."""
+
+    def __init__(self, step, graphed=True, norm=nn.Tanh):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), norm(), nn.Linear(8, 2)).to(DEVICE)
+        groups = [{"params": self.net.parameters()}, {"params": []}]
+        self.optimizer = torch.optim.SGD(groups, torch.tensor(0.1, device=DEVICE), momentum=0.9, fused=True)
+        step = functools.partial(step, self)
+        self.step = deqfast.make_graphed_step(step) if graphed else step
+
+    def learn(self, batch):
+        loss = self.net(batch["x"]).square().mean()
+        loss.backward()
+        if batch["ends"]:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def batches(count, every=1):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {"x": torch.randn(6, 4, generator=generator).to(DEVICE), "ends": k % every == every - 1} for k in range(count)
+    ]
+
+
+def end_outside(small, k):
+    small.optimizer.step()
+    small.optimizer.zero_grad()
+
+
+BETWEEN = {
+    "the optimiser": (99, end_outside),
+    "the last of four": (4, lambda small, k: None),
+    "frozen weights": (1, lambda small, k: small.net[0].requires_grad_(k < 6)),
+    "a rate": (1, lambda small, k: small.optimizer.param_groups[0]["lr"].fill_(0.1 / (k + 1))),
+}
+
+
+@pytest.mark.parametrize(("every", "between"), BETWEEN.values(), ids=BETWEEN)
+def test_what_the_loop_does_between_steps(every, between):
+    ends = []
+    for graphed in (True, False):
+        small, before = Small(Small.learn, graphed), Graph.launches
+        for k, batch in enumerate(batches(20, every)):
+            before = Graph.launches if k == 16 else before
+            small.step(batch)
+            between(small, k)
+        ends.append([p.detach() for p in small.net.parameters()])
+        assert GPU or not graphed or Graph.launches == before + 4
+    torch.testing.assert_close(*ends, rtol=1e-4 if GPU else 0, atol=1e-6 if GPU else 0)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=pytest.mark.tier("full")), False])
+def test_modules_are_seen_in_compiled_code_and_under_a_profiler(compiled, monkeypatch):
+    """Their modes are watched. The profiler sees what comes after the watched call too."""
+    if not GPU:  # within the modes of the recordings dynamo would run nothing compiled
+        monkeypatch.setattr(graphed_step, "refuse_waits", lambda work, who: work())
+        monkeypatch.setattr(graphed_step, "aside", lambda work, stream: work())
+    losses = []
+    for graphed in (True, False):
+        small, profile = Small(Small.learn, graphed, lambda: nn.BatchNorm1d(8)), cProfile.Profile()
+        if compiled:
+            torch._dynamo.reset()
+            net, forward = small.net, torch.compile(lambda x, net=small.net: net(x), backend="eager")
+            small.net = forward
+        profile.enable()
+        for k, batch in enumerate(batches(8)):
+            if k == 5:
+                (net if compiled else small.net).eval()
+            loss = small.step(batch)
+        "after it".upper()
+        profile.disable()
+        losses.append(loss)
+        assert any("upper" in str(entry.code) for entry in profile.getstats())
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
+
+
+def test_a_start_is_not_read_while_the_step_is_watched_or_captured():
+    block = deqfast.DEQBlock(LoopedFCCell(4, 12), warn=False).to(DEVICE)
+    step = deqfast.make_graphed_step(lambda batch: block(*batch, return_solution=True)[1])
+    x, z0 = torch.ones(3, 4, device=DEVICE), torch.zeros(3, 12, device=DEVICE)
+    statuses = [step((x, z0)).status for _ in range(4)]
+    assert len(step._captured) == 1
+    z0[1] = float("nan")
+    statuses.append(step((x, z0)).status)
+    fine, broken = int(deqfast.Status.CONVERGED), int(deqfast.Status.NONFINITE)
+    assert [status.tolist() for status in statuses] == [[fine] * 3] * 4 + [[fine, broken, fine]]
+
+
+def test_a_failed_capture_leaves_the_gradients():
+    def step(small, batch):
+        loss = small.learn(batch)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no more")
+        return loss
+
+    small, (batch, *_) = Small(step), batches(1, 2)
+    for _ in range(2):
+        small.step(batch)
+    small.optimizer.zero_grad()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cannot be captured, in .*test_graphed_step.py:.*: no more"):
+            small.step(batch)
+    assert all(p.grad is None for p in small.net.parameters())
+
+
+def test_results_have_their_own_memory():
+    small = Small(lambda small, batch: [small.net[0].weight, small.learn(batch)])
+    results = [small.step(batch)[0] for batch in batches(5)]
+    assert len({tensor.data_ptr() for tensor in (*results, small.net[0].weight)}) == 6
+
+
+@pytest.mark.skipif(GPU, reason="this counts events of recordings")
+def test_a_call_on_another_stream_waits_for_the_calls_before(monkeypatch):
+    """Of any layout, as they share the parameters."""
+    small, addresses = Small(Small.learn), iter([0, 1, 1, 1, 0, 0, 2, 2])
+    monkeypatch.setattr(graphed_step, "raw_stream", lambda device: next(addresses))
+    monkeypatch.setattr(Mark, "waits", 0)
+    for batch in batches(8, 2):
+        small.step(batch)
+    assert Mark.waits == 3
+    assert len(small.step._captured) == 2
+
+
+def varied_number(small, k):
+    return {"x": torch.ones(2, 4, device=DEVICE), "ends": True, "epoch": k}
+
+
+def varied_setting(small, k):
+    small.optimizer.param_groups[0]["weight_decay"] = k * 1e-3
+    return {"x": torch.ones(2, 4, device=DEVICE), "ends": True}
+
+
+VARIED = {
+    "number": (varied_number, 70, "the step's batch has had over 64 layouts or plain values. Numbers that vary must"),
+    "setting": (varied_setting, 30, "captured again and again, as a setting or the state of an optimiser changes"),
+}
+
+
+@pytest.mark.parametrize(("batch", "calls", "text"), VARIED.values(), ids=VARIED)
+def test_what_always_varies_is_warned_of_once(batch, calls, text):
+    small = Small(Small.learn)
+    with pytest.warns(UserWarning, match=text) as shown:
+        for k in range(calls):
+            small.step(batch(small, k))
+    assert len(shown) == 1
+    assert shown[0].filename == __file__
+    assert len(small.step._calls) == (64 if batch is varied_number else 1)
+
+
 @pytest.mark.parametrize("zeroes_outside", [True, False])
 def test_gradients_that_the_step_keeps(zeroes_outside):
     """They are added to, or begin again, as in the eager loop."""
@@ -212,9 +367,30 @@ def sets_rate(training):
     return lambda batch: (training._step(batch), training.schedule.step())
 
 
+def counts_steps(training):
+    def counts(batch):
+        training.optimizer.param_groups[0].setdefault("k", 0)
+        training.optimizer.param_groups[0]["k"] += 1
+        return training._step(batch)
+
+    return counts
+
+
+def replaces_rate(training):
+    def replaces(batch):
+        training.optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=DEVICE)
+        return training._step(batch)
+
+    return replaces
+
+
 REFUSED = {
     "a wait": (waiting, "the step .*test_graphed_step.py:[0-9]+: return result..loss...item()"),
     "a schedule": (sets_rate, "it sets the learning rate, which must be done outside"),
+    "a new rate": (replaces_rate, "it sets the learning rate, which must be done outside"),
+    "a counter": (counts_steps, "it sets k of SGD, which must be done outside"),
+    "an object": (lambda t: lambda batch: SimpleNamespace(**t._step(batch)), "must return a tree .*got namespace"),
+    "another device": (lambda t: lambda batch: torch.zeros(2, device="meta"), "it returns a tensor on meta, outside"),
     "a float lr": (lambda t: t.optimizer.param_groups[0].update(lr=0.1), "lr of SGD must be a tensor .*got 0.1, in .*"),
     "steps on the host": (
         lambda t: setattr(t, "optimizer", torch.optim.Adam(t.net.parameters(), torch.tensor(0.1, device=DEVICE))),
@@ -230,7 +406,7 @@ def test_what_is_refused(change, match):
     if callable(step := change(training)):
         training.step = deqfast.make_graphed_step(step)
     batch = {"x": torch.ones(6, 4, device=DEVICE), "y": torch.ones(6, 3, device=DEVICE)}
-    with pytest.raises((RuntimeError, ValueError), match=match):
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=match):
         for _ in range(3):
             training.step(batch)
 
@@ -241,6 +417,8 @@ def test_bad_arguments(monkeypatch):
     step = deqfast.make_graphed_step(lambda batch: batch)
     with pytest.raises(ValueError, match="needs a tensor in the batch, got none"):
         step({"k": 1})
+    with pytest.raises(TypeError, match=r"needs a batch of tensors and plain values, got array"):
+        step({"k": np.zeros(2)})
     with pytest.raises(ValueError, match="needs dense tensors in the batch, got torch.sparse_coo"):
         step(torch.zeros(2, device=DEVICE).to_sparse())
     with pytest.raises(ValueError, match="a batch without gradient"):

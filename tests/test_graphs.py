@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import pickle
 import sys
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deqfast
 from deqfast.engine import device_loop
 from deqfast.engine.runners import cuda_graph
+from deqfast.torch_internals import graphs
 from deqfast.torch_internals.graphs import refuse_draws
 
 some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
@@ -224,6 +226,17 @@ def test_waits_are_found_by_the_warnings_of_this_thread(monkeypatch):
     with pytest.raises(RuntimeError, match="the cell waits for the device"):
         refuse_waits(lambda: warnings.warn(ready, stacklevel=2))
     assert mode == ["default", "warn", "default", "warn", "default"]
+
+    def in_a_thread_of_autograd():  # which Python has not started
+        ended = threading.Event()
+        _thread.start_new_thread(lambda: (warnings.warn(ready, stacklevel=2), ended.set()), ())
+        ended.wait()
+
+    with pytest.raises(RuntimeError, match=r"the cell waits for the device.*in .*test_graphs.py:.*start_new_thread"):
+        refuse_waits(in_a_thread_of_autograd)
+    monkeypatch.setattr(graphs, "_INSIDE", (*graphs._INSIDE, __file__))
+    with pytest.warns(UserWarning, match=ready):  # shown, as only deqfast's own lines wait
+        refuse_waits(in_a_thread_of_autograd)
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")

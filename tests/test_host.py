@@ -138,7 +138,7 @@ def test_launches_of_the_emulated_cuda_kernels(name, batch, monkeypatch):
     for op in ("picard_step", "multisecant_step"):
         emulate.load(op)
     monkeypatch.setattr(Kernel, "op", lambda kernel, op: getattr(torch.ops.deqfast_emulated, op))
-    monkeypatch.setattr("deqfast.engine.solve.choose_kernel", lambda kernel, device: Kernel("cuda"))
+    monkeypatch.setattr("deqfast.engine.solve.choose_kernel", lambda kernel, device, **halves: Kernel("cuda"))
     before, z0 = emulate.launches(), torch.zeros(batch, 8192)
     solution = deqfast.solve(slow, z0, SOLVERS[name](rtol=1e-30, max_iter=5))
     per_step = 2 if batch == 1 else 1

@@ -40,8 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deqfast.ops import ACTIVATIONS
-
-from . import cuobjdump
+from harness import cuobjdump
 
 MAX_BARRIERS = 320  # in the code: each of three sums of 32 pairs has two or three after the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
@@ -21,6 +24,7 @@ from ..engine.runners.cuda_graph import MAX_GRAPHS, Fixed, Memory, is_settled, j
 from ..engine.solve import layout_of
 from ..solution import Late, Solution
 from ..torch_internals import pytree
+from ..torch_internals.dynamo import uncompiled
 from ..torch_internals.graphs import (
     aside,
     capture,
@@ -34,11 +38,14 @@ from ..torch_internals.graphs import (
     refuse_draws,
     refuse_waits,
 )
+from .notice import warn
 
 T = TypeVar("T")
 WHO = "make_graphed_step: the step"
 _CALL = cast(Any, nn.Module.__call__).__code__
 EAGER = 2  # calls of a layout before its capture: the first compiles, loads and allocates, the second is watched
+MOST = 64  # layouts that are remembered; a training run has a few
+PLAIN = type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size
 
 
 def make_graphed_step(step: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -46,13 +53,14 @@ def make_graphed_step(step: Callable[[Any], T]) -> Callable[[Any], T]:
 
     ``step(batch)`` may have several blocks, with ``JFB``, ``Phantom`` or ``Implicit``, a loss, ``backward()``,
     autocast, ``clip_grad_norm_``, the optimiser and a ``GradScaler``. For each layout of the batch (structure, shapes,
-    strides, dtypes) the first two calls run as they are. The third is captured, and each later one copies the batch
-    into the graph's memory and launches it. Every call is one training step.
+    strides, dtypes, plain values) the first call runs as it is, and the second uncompiled. The third is captured. Each
+    later one copies the batch into the graph's memory and launches it. Every call is one training step.
 
     Python runs in the capture only. What it reads then stays: numbers, attributes, options. Modules that the step
     calls, their modes and memory, the optimisers' settings and state, and the ambient autocast are watched: if they
-    change, the step is captured again. A loop of the device ends each solve, so that no sample makes surplus passes.
-    A start z0 is not checked; its sample's status is NONFINITE.
+    change, the step is captured again. Tensors that it reads elsewhere must stay at their addresses. A loop of the
+    device ends each solve, so that no sample makes surplus passes. From the second call on, a start z0 is not checked;
+    the status of its sample is NONFINITE.
 
     What changes between steps must be on the device:
 
@@ -71,7 +79,7 @@ def make_graphed_step(step: Callable[[Any], T]) -> Callable[[Any], T]:
         A callable like `step`. Calls by several threads take turns.
 
     Raises:
-        TypeError: the step is not callable.
+        TypeError: the step is not callable; the batch has a leaf that cannot be a key; the step returns another object.
         ValueError: a tensor of the batch is on another device, or requires a gradient.
         RuntimeError: the step cannot be captured; the text has the line that prevents it, and why.
 
@@ -99,9 +107,12 @@ class GraphedStep(Generic[T]):
         self.step = step
         self._alone = threading.RLock()
         self._calls: dict[Any, tuple[int, Seen]] = {}  # without a capture, by layout; and what the last of them used
-        self._captured: dict[Any, CapturedStep] = {}
+        self._captured: dict[Any, CapturedStep] = {}  # by layout, and whether there are gradients before
         self._stream: Any = None
-        self._rates: list[Tensor] = []  # of the optimisers in the latest call without a capture
+        self._latest: Any = None  # the stream of the latest call
+        self._finished: Any = None  # event after all its work, for which another stream must wait
+        self._changes = 0  # that have ended young captures, one after another
+        self._is_full = False  # more than MOST layouts have come
 
     def __call__(self, batch: Any) -> T:
         leaves, spec = pytree.tree_flatten(batch)
@@ -109,63 +120,73 @@ class GraphedStep(Generic[T]):
         layouts = [layout_of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
         key = str(spec), *layouts, torch.is_grad_enabled()
         with self._alone, current(device):
-            captured, (calls, seen) = self._captured.get(key), self._calls.get(key) or (0, Seen())
-            if captured is not None and not captured.holds():
-                self._captured.pop(key).finished.synchronize()
-                captured, calls = None, EAGER - 1
-            if captured is None and calls < EAGER:
-                result, seen = self._eager(batch, device, calls > 0)
-                self._calls[key] = calls + all(map(is_settled, seen.modules)), seen
-                return result
-            if captured is None:
-                while len(self._captured) >= MAX_GRAPHS:
-                    self._captured.pop(next(iter(self._captured))).finished.synchronize()
-                captured = CapturedStep(self.step, leaves, spec, device, self._stream, seen)
-                self._captured[key] = captured
-            return captured.replay(leaves)
+            address = raw_stream(device)
+            if self._finished is not None and self._latest != (device, address):
+                self._finished.wait()
+            self._latest = device, address
+            captured = self._capture_of(key, leaves, spec, device)
+            result = self._eager(key, batch, device) if captured is None else captured.replay(leaves, address)
+            self._finished = mark()
+            return result
 
-    def _eager(self, batch: Any, device: torch.device, is_watched: bool) -> tuple[T, Seen]:
-        """Run the step on the stream of the captures; if it `is_watched`, refuse what a graph would not repeat."""
+    def _capture_of(self, key: Any, leaves: list[Any], spec: Any, device: torch.device) -> CapturedStep | None:
+        """Return the capture that serves this call, a new one if need be; None if the call cannot have one yet."""
+        self._calls[key] = calls, seen = self._calls.pop(key, (0, Seen()))  # the latest at the end
+        if len(self._calls) > MOST:
+            self._calls.pop(next(iter(self._calls)))
+            if not self._is_full:
+                warn(f"{WHO}'s batch has had over {MOST} layouts or plain values. Numbers that vary must be in tensors")
+            self._is_full = True
+        place = *key, any(p.grad is not None for p in seen.parameters)
+        captured = self._captured.get(place)
+        if captured is not None and (change := captured.change()):
+            self._finished.synchronize()
+            del self._captured[place]
+            self._changes = self._changes + 1 if captured.replays < MAX_GRAPHS else 0
+            if self._changes == MAX_GRAPHS:
+                warn(f"{WHO} is captured again and again, as {change} changes so often")
+            captured, calls = None, EAGER - 1
+            self._calls[key] = calls, seen
+        if captured is None and calls >= EAGER:
+            while len(self._captured) >= MAX_GRAPHS:
+                self._finished.synchronize()
+                del self._captured[next(iter(self._captured))]
+            captured = self._captured[place] = CapturedStep(self.step, leaves, spec, device, self._stream, seen)
+        return captured
+
+    def _eager(self, key: Any, batch: Any, device: torch.device) -> T:
+        """Run the step on the stream of the captures. A layout's second call is refused what a graph cannot repeat."""
         results: list[T] = []
         self._stream = self._stream or torch.cuda.Stream()
+        calls, before = self._calls[key]
 
         def run() -> None:
-            results.append(self.step(batch))
+            aside(lambda: results.append(self.step(batch)), self._stream)
 
-        def run_aside() -> None:
-            aside(run, self._stream)
-
-        rates = [(rate, rate._version) for rate in self._rates]
-        with watched(is_watched) as seen:
-            if not is_watched:
-                run_aside()
+        with watched(calls > 0, before.optimizers) as seen:
+            if not calls:
+                run()
             elif not cuts():  # torch's own replays draw new numbers
-                refuse_waits(run_aside, WHO)
+                refuse_waits(uncompiled(run), WHO)
             else:
-                refuse_waits(lambda: refuse_draws(device, run_aside, WHO, "draw them outside, or use torch 2.14"), WHO)
-        if any(rate._version != version for rate, version in rates):
-            raise RuntimeError(f"{WHO} cannot be captured: it sets the learning rate, which must be done outside")
-        for optimizer in seen.optimizers:
-            _check_state(optimizer)
-        groups = [group for optimizer in seen.optimizers for group in optimizer.param_groups]
-        self._rates = [group["lr"] for group in groups if "lr" in group]
-        return swapped(results[0], Tensor, Tensor.detach), seen
+                refuse_waits(lambda: refuse_draws(device, run, WHO, "draw them outside, or use torch 2.14"), WHO)
+        if calls:
+            seen.check_settings()
+        _check_state(seen.optimizers)
+        _check_results(results[0], device)
+        self._calls[key] = calls + all(map(is_settled, seen.modules)), seen
+        return swapped(results[0], Tensor, lambda tensor: tensor.detach().clone())
 
 
 class CapturedStep:
-    """Captured step for one layout of the batch.
-
-    Attributes:
-        finished: event after all work in its memory, for which another stream must wait.
-    """
+    """Captured step for one layout of the batch, and the number of its `replays`."""
 
     def __init__(
         self, step: Callable[[Any], Any], leaves: list[Any], spec: Any, device: torch.device, stream: Any, seen: Seen
     ) -> None:
-        self.seen, self.device = seen, device
+        self.seen, self.replays = seen, 0
         self.inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
-        parameters = [p for optimizer in seen.optimizers for group in optimizer.param_groups for p in group["params"]]
-        before = [p.grad for p in parameters]
+        before = [p.grad for p in seen.parameters]
 
         def work() -> None:
             inputs = iter(self.inputs)
@@ -189,12 +210,10 @@ class CapturedStep:
             raise RuntimeError(f"{WHO} cannot be captured, in {line_of(error)}: {error}") from error
         finally:
             torch.clear_autocast_cache()
-            self.grads = [(p, grad, p.grad) for p, grad in zip(parameters, before, strict=True)]
-            for parameter, grad, _ in self.grads:
+            self.grads = [(p, grad, p.grad, p.requires_grad) for p, grad in zip(seen.parameters, before, strict=True)]
+            for parameter, grad, *_ in self.grads:
                 parameter.grad = grad
         self.fixed, self.settings = [Fixed(module) for module in seen.modules], _contents(seen.optimizers)
-        self.address: int | None = None  # of the latest stream
-        self.finished = mark()
 
     def _capture(self, work: Callable[[], None], stream: Any) -> Callable[[int], None]:
         """Return the function that launches the step on a stream."""
@@ -204,28 +223,26 @@ class CapturedStep:
         (graph,) = capture([work], "relaxed", stream)
         return lambda stream: graph.replay()
 
-    def holds(self) -> bool:
-        """Return whether all that the capture has fixed is as it was."""
-        for parameter, before, after in self.grads:  # a gradient that is added to must stay where it is
+    def change(self) -> str:
+        """Name what the capture has fixed and is no longer as it was; empty if all is."""
+        for parameter, before, after, is_learnt in self.grads:
+            if parameter.requires_grad is not is_learnt:
+                return "requires_grad of a parameter"
             if (before is None or before is after) and parameter.grad is not before:
-                return False
+                return "the memory of a gradient"  # that is added to
         now = _contents(self.seen.optimizers)
         if len(now) != len(self.settings) or not all(map(_is_same, now, self.settings)):
-            return False
-        return all(fixed.holds() for fixed in self.fixed)
+            return "a setting or the state of an optimiser"
+        return "" if all(fixed.holds() for fixed in self.fixed) else "a module's mode or memory"
 
     @torch.no_grad()
-    def replay(self, leaves: list[Any]) -> Any:
-        """Make a step with the values of the leaves; return its results."""
-        address = raw_stream(self.device)
-        if address != self.address:
-            self.finished.wait()
-            self.address = address
+    def replay(self, leaves: list[Any], address: int) -> Any:
+        """Make a step with the values of the leaves on the stream of this address; return its results."""
+        self.replays += 1
         copy_into(self.inputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self.launch(address)
         values = self.memory.of(self.memory.memory.clone())
-        self.finished = mark()
-        for parameter, _, grad in self.grads:
+        for parameter, _, grad, _ in self.grads:
             parameter.grad = grad
         return swapped(self.result, _Place, lambda place: values[place.number])
 
@@ -243,11 +260,15 @@ def cuts() -> bool:
 
 
 class Seen:
-    """What a step uses: the `optimizers`, and the outermost of the `modules` that it calls."""
+    """What a step uses: the `optimizers`, and the outermost of the `modules` that it calls.
 
-    def __init__(self) -> None:
+    The settings of `known` optimisers are compared from now on, those of others from their step on.
+    """
+
+    def __init__(self, known: Sequence[Optimizer] = ()) -> None:
         self.optimizers: list[Optimizer] = []
         self.modules: list[nn.Module] = []
+        self._settings = {optimizer: _settings(optimizer) for optimizer in known}
         self._inner: set[nn.Module] = set()
         self._thread = threading.get_ident()
 
@@ -262,25 +283,47 @@ class Seen:
         if optimizer not in self.optimizers and threading.get_ident() == self._thread:
             _check_settings(optimizer)
             self.optimizers.append(optimizer)
+            self._settings.setdefault(optimizer, _settings(optimizer))
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Each parameter of the optimisers and modules, to be asked for when the step has ended."""
+        of_modules = [module.parameters() for module in self.modules]
+        return list(dict.fromkeys(itertools.chain(*map(_parameters, self.optimizers), *of_modules)))
+
+    def check_settings(self) -> None:
+        """RuntimeError if the step has changed a setting: a graph would repeat the old value."""
+        for optimizer, settings in self._settings.items():
+            for (name, value, writes), (_, now, all_writes) in zip(settings, _settings(optimizer), strict=False):
+                if not _is_same(now, value) or all_writes != writes:
+                    what = "the learning rate" if name == "lr" else f"{name} of {type(optimizer).__name__}"
+                    raise RuntimeError(f"{WHO} cannot be captured: it sets {what}, which must be done outside")
 
 
 @contextmanager
-def watched(modules: bool) -> Iterator[Seen]:
+def watched(modules: bool, known: Sequence[Optimizer]) -> Iterator[Seen]:
     """What is used in this context; the `modules` too, if asked for."""
-    seen, before = Seen(), sys.getprofile()
+    seen, before = Seen(known), sys.getprofile()
     hook = register_optimizer_step_pre_hook(seen.optimizer)
     if modules:
         sys.setprofile(seen.profile)
     try:
         yield seen
     finally:
-        sys.setprofile(before)
         hook.remove()
+        if modules:  # cProfile cannot be called from Python
+            getattr(before, "enable", lambda: sys.setprofile(before))()
+
+
+def _settings(optimizer: Optimizer) -> list[tuple[str, Any, int]]:
+    """Names and values of the settings, and how often a learning rate was written to."""
+    items = [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
+    return [(name, value, getattr(value, "_version", 0) if name == "lr" else 0) for name, value in items]
 
 
 def _check_settings(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
+    for group in [group for group in optimizer.param_groups if group["params"]]:
         rate, device = group.get("lr"), group["params"][0].device
         if "lr" in group and not (isinstance(rate, Tensor) and rate.device == device):
             got = f"a tensor on {rate.device}" if isinstance(rate, Tensor) else repr(rate)
@@ -292,25 +335,35 @@ def _check_settings(optimizer: Optimizer) -> None:
         raise RuntimeError(f"{WHO} cannot be captured: {wanted}, in {line_in(sys._getframe(1))}")
 
 
-def _check_state(optimizer: Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
+def _check_state(optimizers: list[Optimizer]) -> None:
+    items = [(optimizer, *item) for optimizer in optimizers for item in optimizer.state.items()]
+    for optimizer, parameter, state in items:
         for name, value in state.items():
-            on_host = isinstance(value, Tensor) and value.device != parameter.device
-            if on_host or isinstance(value, int | float):
-                raise RuntimeError(
-                    f"{WHO} cannot be captured: {type(optimizer).__name__} keeps {name} of its state on the host"
-                )
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.device != parameter.device):
+                what = f"{type(optimizer).__name__} keeps {name} of its state on the host"
+                raise RuntimeError(f"{WHO} cannot be captured: {what}")
+
+
+def _check_results(result: Any, device: torch.device) -> None:
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.device != device:
+            raise RuntimeError(f"{WHO} cannot be captured: it returns a tensor on {leaf.device}, outside of the graph")
+        if not isinstance(leaf, (Tensor, Solution, Late, *PLAIN)):
+            raise TypeError(f"{WHO} must return a tree of tensors, Solutions and plain values, got {leaf!r}")
 
 
 def _contents(optimizers: list[Optimizer]) -> list[Any]:
     """Everything that the optimisers read."""
     contents: list[Any] = []
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            contents += [value for name, value in group.items() if name != "params"]
-            for parameter in group["params"]:
-                contents += [parameter, *optimizer.state.get(parameter, {}).values()]
+        contents += [value for _, value, _ in _settings(optimizer)]
+        for parameter in _parameters(optimizer):
+            contents += [parameter, *optimizer.state.get(parameter, {}).values()]
     return contents
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -336,6 +389,8 @@ def swapped(result: Any, kind: type, swap: Callable[[Any], Any]) -> Any:
 
 def _device_of(leaves: list[Any]) -> torch.device:
     """The device of a batch, whose leaves are checked."""
+    if others := [leaf for leaf in leaves if not isinstance(leaf, Tensor | Hashable)]:
+        raise TypeError(f"make_graphed_step needs a batch of tensors and plain values, got {others[0]!r}")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor in tensors:
         if tensor.device.type != DEVICE or tensor.device != tensors[0].device:

@@ -55,6 +55,7 @@ class BlockOptions:
         check_scale(self.scale)
         check_choice("cuda_graph", self.cuda_graph, (False, True))
         check_choice("causal", self.causal, (False, True))
+        object.__setattr__(self, "causal", bool(self.causal))
         check_choice("compile", self.compile, (False, True, "forward"))
         for name in ("init", "stop_fn"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):

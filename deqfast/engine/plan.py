@@ -143,6 +143,8 @@ def in_loop(plan: Plan) -> Solution:
         )
     f: Any = lambda z: cell(z, x)  # noqa: E731  (it may have an attribute)
     if plan.options.causal and (hook := attribute(cell, "from_position")) is not None:
+        if not callable(hook):
+            raise TypeError(f"from_position of the cell must be a method, got {type(hook).__name__}")
         f.from_position = lambda z, first, value: hook(z, x, first, value)
     return plan.solve(plan.options, plan.z0)(f, plan.z0, plan.is_fresh, plan.keep_inverse)
 

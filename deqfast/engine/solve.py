@@ -24,6 +24,7 @@ from ..state.floors import PRECISIONS
 from ..state.packing import Packing
 from ..state.rows import all_finite
 from ..torch_internals import pytree
+from ..torch_internals.graphs import unread
 from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.weights import NOTHING
 from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
@@ -102,7 +103,7 @@ class Solve:
                 state = self.begin(z0, is_fresh, checks=False)
                 return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")), None, keep)
         with torch.no_grad(), InStep(together, device, parts) if together else NOTHING as ranks:
-            state = self.begin(z0, is_fresh)
+            state = self.begin(z0, is_fresh, checks=not unread.is_on)
             watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
             f = self.solver.wrap(f, self.packing, state)
             part: Compaction | Front | None = None  # evaluations of a part of the batch

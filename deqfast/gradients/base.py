@@ -130,8 +130,7 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
     if not recorded.is_differentiable:
         return value
     if type(rule) is Rule and broken is None and _is_alike(value, y := recorded.outputs[0]):
-        # Held itself, a non-leaf that in-place work makes depend on the value would be in a cycle that nothing frees.
-        of_x = [t if t.is_leaf else t.unsqueeze(0)[:0].clone() for t in recorded.of_x]
+        of_x = [_anchor(t) for t in recorded.of_x]
         return _in_place_of(y, value, partial(_refused, rule, recorded.graph, of_x))
     values, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
     sources = recorded.sources if rule.has_second_derivatives else recorded.of_x
@@ -153,6 +152,14 @@ def _in_place_of(y: Tensor, value: Tensor, hook: Callable[..., Any]) -> Tensor:
     copy.data.copy_(value)  # neither recorded nor counted as in-place work
     copy.grad_fn.register_prehook(hook)  # type: ignore[union-attr]  # y requires a gradient
     return copy
+
+
+def _anchor(tensor: Tensor) -> Tensor:
+    """A tensor without elements whose graph leads to this one's, or a leaf, or a sparse tensor, itself.
+
+    Held by a node, a tensor that in-place work makes depend on the node would be in a cycle that nothing frees.
+    """
+    return tensor if tensor.is_leaf or tensor.layout is not torch.strided else tensor.unsqueeze(0)[:0].clone()
 
 
 def _refused(rule: Rule, graph: Graph, of_x: list[Tensor], grads: tuple[Tensor | None, ...]) -> Any:

@@ -22,6 +22,16 @@ from .dynamo import uncompiled
 
 _INSIDE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _INSIDE += (warnings.__file__,)
+_ELSEWHERE = "a thread of autograd"
+
+
+class _Unread(threading.local):
+    """Whether this thread runs what a graph will repeat, so that deqfast's own checks must not wait for the device."""
+
+    is_on = False
+
+
+unread = _Unread()
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -47,7 +57,7 @@ def line_in(frame: FrameType | None) -> str:
     """Place and text of the innermost line of the frame that is neither torch's nor deqfast's."""
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
-    return _shown(frame.f_code.co_filename, frame.f_lineno) if frame is not None else "a thread of autograd"
+    return _shown(frame.f_code.co_filename, frame.f_lineno) if frame is not None else _ELSEWHERE
 
 
 def line_of(error: BaseException) -> str:
@@ -63,25 +73,31 @@ def _shown(path: str, number: int) -> str:
 def refuse_waits(work: Callable[[], object], who: str = "the cell") -> None:
     """Run `work`; RuntimeError with the line if the host waits for the device in it, which would break a capture.
 
-    A broken capture cannot always be undone: torch 2.11 and 2.12 refuse every later one.
+    A broken capture cannot always be undone: torch 2.11 and 2.12 refuse every later one. Threads of autograd count if
+    the line is the user's, and other threads do not. Meanwhile ``unread`` is on.
     """
-    mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
+    mode, thread, before = torch.cuda.get_sync_debug_mode(), threading.get_ident(), unread.is_on
     waits: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         show = warnings.showwarning
 
         def note(message: Warning | str, *where: Any, **more: Any) -> None:
-            if threading.get_ident() == thread and "synchronizing CUDA operation" in str(message):
-                waits.append(line_in(sys._getframe(1)))
+            line, is_here = line_in(sys._getframe(1)), threading.get_ident() == thread
+            # A thread that Python did not start is autograd's.
+            is_autograd = isinstance(threading.current_thread(), threading._DummyThread) and line != _ELSEWHERE
+            if (is_here or is_autograd) and "synchronizing CUDA operation" in str(message):
+                waits.append(line)
             elif "Synchronization debug mode is a prototype" not in str(message):  # torch's note on the mode itself
                 show(message, *where, **more)
 
         warnings.showwarning = note
         torch.cuda.set_sync_debug_mode("warn")
+        unread.is_on = True
         try:
             work()
         finally:
+            unread.is_on = before
             torch.cuda.set_sync_debug_mode(mode)
     if waits:
         example = "for instance by .item() or a shape that depends on values"

@@ -36,10 +36,10 @@ class Positions:
         return numbers.flatten(0, 1)
 
     def norms(self, own: Tensor, running: Tensor, maximum: bool) -> Tensor:
-        """Norms up to each position, of the rows' `own` (B * T, K); ``hypot``, because rows may differ in scale."""
+        """Norms up to each position, of the rows' `own` (B * T, K)."""
         own = own if self._norms is None else torch.where(running[:, None], own, self._norms)
         self._norms = own
-        return self.scan(own, torch.maximum if maximum else torch.hypot)
+        return self.scan(own, torch.maximum if maximum else _length)
 
     def products(self, products: list[Tensor], running: Tensor, k: int) -> list[Tensor]:
         """Products (B * T, .) up to each position in evaluation k: first L^T g, then those of the newest pair."""
@@ -56,3 +56,10 @@ class Positions:
     def in_turn(self, may_end: Tensor) -> Tensor:
         """Mask (B * T,) of the positions that may end together with all earlier ones."""
         return may_end.unflatten(0, (-1, self.length)).int().cumprod(dim=1).flatten() > 0
+
+
+def _length(a: Tensor, b: Tensor) -> Tensor:
+    """Norm of two parts; ``hypot``, because they may differ in scale. Finite parts have a finite one."""
+    length = torch.hypot(a, b)
+    largest = length.clamp_max(torch.finfo(length.dtype).max)
+    return torch.where(torch.isfinite(a) & torch.isfinite(b), largest, length)

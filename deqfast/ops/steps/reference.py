@@ -203,8 +203,8 @@ def _numbered(a: AnyStep) -> AnyStep:
 def judge(a: Step, g: Tensor, norms: Norms, positions: Positions | None = None) -> Tensor:
     """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step.
 
-    A position neither converges nor stalls before the earlier ones have ended: its residual would not
-    belong to the value.
+    A position neither converges nor stalls before the earlier ones have ended: its residual would not belong to the
+    value. One that stalls keeps its present iterate.
     """
     running = a.status == RUNNING
     now = evaluated(a.z, a.fz, a.rule, begun(a.progress, a.k), norms)
@@ -241,6 +241,9 @@ def judge(a: Step, g: Tensor, norms: Norms, positions: Positions | None = None) 
     stalled &= running & finite & ~converged
     if positions is not None:
         stalled &= positions.in_turn(stalled | converged | ~running)
+        # Later positions are judged with the present iterate, which the value must then have.
+        a.best.copy_(torch.where(stalled[:, None], a.z, a.best))
+        a.residual.copy_(torch.where(stalled, torch.stack([now.res_rel, now.res_abs]), a.residual))
     broken = running & ~finite
 
     a.iterations.copy_(torch.where(running, a.k + 1, a.iterations))
@@ -311,16 +314,18 @@ def multisecant_step(a: MultisecantStep) -> None:
 
 def multisecant_sums(a: MultisecantSums) -> None:
     """Complete the newest pair; squares and products of the rows."""
-    g, pair = a.fz - a.z, _newest_pair(a)
-    _store_sums(a, g, _products(a, pair, g, _pairs(a.k, a.left.shape[1])))
-    _keep_pair(a, a.status == RUNNING, pair)
+    with torch.autocast(a.z.device.type, enabled=False):
+        g, pair = a.fz - a.z, _newest_pair(a)
+        _store_sums(a, g, _products(a, pair, g, _pairs(a.k, a.left.shape[1])))
+        _keep_pair(a, a.status == RUNNING, pair)
 
 
 def multisecant_apply(a: MultisecantApply) -> None:
     """z <- z + alpha (beta g - DF gamma) for the rows that take the step, from the sums of all parts."""
     advance, n = _carried_out(a), _pairs(a.k, a.left.shape[1])
     sizes = [n, n, 2, n] if a.method in HOLDS_STEPS else [n, n, 2]
-    _take_step(a, a.fz - a.z, advance, n, [*a.sums[:, 2:].split(sizes, dim=1)] if n else [])
+    with torch.autocast(a.z.device.type, enabled=False):
+        _take_step(a, a.fz - a.z, advance, n, [*a.sums[:, 2:].split(sizes, dim=1)] if n else [])
 
 
 def _take_step(
