@@ -330,11 +330,15 @@ def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
 def window_at(p_iterations, i_b, counted, n, newest, new, M):
     """Pairs in the window of sample i_b, and the slots of its newest pair and of the next one: as given, unless n < 0.
 
-    Then they follow from the sample's number of evaluations, which includes this one if it is `counted`.
+    Then they follow from the sample's number of evaluations, which includes this one if it is `counted`. The halves of
+    a step have no such numbers (None).
     """
-    k = tl.maximum(tl.load(p_iterations + i_b) - counted, 1)
-    own = n < 0
-    return tl.where(own, tl.minimum(k, M), n), tl.where(own, (k - 1) % M, newest), tl.where(own, k % M, new)
+    if p_iterations is None:
+        return n, newest, new
+    else:
+        k = tl.maximum(tl.load(p_iterations + i_b) - counted, 1)
+        own = n < 0
+        return tl.where(own, tl.minimum(k, M), n), tl.where(own, (k - 1) % M, newest), tl.where(own, k % M, new)
 
 
 @triton.jit
@@ -347,6 +351,16 @@ def store_verdict(p_verdict, improved, failed):
 def store_no_verdict(p_verdict):
     """The verdict on a sample that ended earlier."""
     tl.store(p_verdict, 0.0)
+
+
+@triton.jit
+def take_verdict(p_bits, p_status, p_verdict, i_b):
+    """Store the verdict on row i_b, and 0 or 1 for a status; return whether the row takes the step."""
+    bits = tl.load(p_bits + i_b).to(tl.int32)
+    advance = (bits & constant("ADVANCES")) != 0
+    store_verdict(p_verdict, (bits & constant("IMPROVED")) != 0, (bits & constant("BROKEN")) != 0)
+    tl.store(p_status + i_b, tl.where(advance, 0.0, 1.0).to(p_status.dtype.element_ty))
+    return advance
 
 
 @triton.jit

@@ -42,7 +42,8 @@ class Launch:
         self._options = {"enable_fp_fusion": False} | {name: given[name] for name in OPTIONS if name in given}
         fixed = {name: value for name, value in given.items() if name in names}
         found = [name for name in names if name not in fixed and name not in buffers]
-        self._find = attrgetter(*(f"rule.{name}" if name in rule else name.removeprefix("p_") for name in found))
+        find = attrgetter(*(f"rule.{name}" if name in rule else name.removeprefix("p_") for name in found))
+        self._find: Callable[[Any], tuple[Any, ...]] = find if len(found) > 1 else lambda a: (find(a),)
         self._fixed = tuple(fixed.values())
         self._in_order = itemgetter(*map([*found, *fixed, *buffers].index, names))
         self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]

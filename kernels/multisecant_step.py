@@ -13,6 +13,8 @@ z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T, see ``
 T or bfloat16. Everything is computed in T. The window of a step is in the first n slots. scratch (B, W) T: t by slot
 (M), which gamma replaces; the verdict; and if programs share a sample, their numbers, see ``number_of``.
 
+The halves of a step, see ``deqfast.ops.steps.split``: left and totals; then enter, solve, right and row.
+
 The transposed product alpha (beta v - L gamma), N^T gamma = DF^T v, has three kernels: dots, gamma, product.
 """
 
@@ -40,6 +42,7 @@ from .common import (
     store_number,
     store_verdict,
     sum_numbers,
+    take_verdict,
     unpack_verdict,
     window_at,
 )
@@ -345,6 +348,75 @@ def _multisecant_left_kernel(
                     _store_dots(p_gram, p_t, window, beta, first, t, q, p, METHOD)
 
 
+@triton.jit
+def _summed(p_numbers, S, METHOD: tl.constexpr, MP: tl.constexpr):
+    """The sums of ``_sweep_left`` over the S programs of a sample."""
+    o_i = tl.arange(0, MP)
+    b_new = sum_numbers(p_numbers, number_of("new", MP) + tl.arange(0, 8), S)
+    t = sum_numbers(p_numbers, number_of("g", MP) + o_i, S)
+    q = sum_numbers(p_numbers, number_of("y", MP) + o_i, S)
+    return b_new, t, q, sum_numbers(p_numbers, number_of("s", MP) + o_i, S) if takes_row(METHOD) else q
+
+
+@triton.jit(do_not_specialize=["M", "W", "S", "n", "newest"])
+def _multisecant_totals_kernel(
+    p_status,
+    p_gram,
+    p_scratch,
+    p_sums,
+    M,
+    W,
+    S,
+    n,
+    newest,
+    beta: tl.float64,
+    METHOD: tl.constexpr,
+    MP: tl.constexpr,
+):
+    """The sums of ``deqfast.ops.steps.MultisecantSums`` of a row, from the numbers of its S programs."""
+    i_b = tl.program_id(0).to(tl.int64)
+    if has_ended(p_status, i_b):
+        return
+    _, _, p_numbers = _scratch_of(p_scratch, i_b, M, W)
+    b_new, t, q, p = _summed(p_numbers, S, METHOD, MP)
+    o_i = tl.arange(0, MP)
+    m_i = o_i < n
+    p_sums += i_b * (4 + (3 if holds_steps(METHOD) else 2) * n)
+    tl.store(p_sums, _entry(b_new, 4))
+    tl.store(p_sums + 1, _entry(b_new, 5))
+    tl.store(p_sums + 2 + o_i, tl.where(o_i == newest, _entry(b_new, 2), t), mask=m_i)
+    tl.store(p_sums + 2 + n + o_i, tl.where(o_i == newest, _entry(b_new, 3), q), mask=m_i)
+    tl.store(p_sums + 2 + 2 * n, _entry(b_new, 0))
+    tl.store(p_sums + 3 + 2 * n, _entry(b_new, 1))
+    if holds_steps(METHOD):
+        r = tl.load(p_gram + (i_b * (M + 2) + newest) * M + o_i, mask=m_i, other=0.0)
+        if takes_row(METHOD):
+            r = (r - tl.where(o_i == newest, _entry(b_new, 0), p)) / scalar(beta, q.dtype)
+        tl.store(p_sums + 4 + 2 * n + o_i, r, mask=m_i)
+
+
+@triton.jit(do_not_specialize=["M", "W", "n", "newest"])
+def _multisecant_enter_kernel(
+    p_verdict, p_sums, p_status, p_gram, p_scratch, M, W, n, newest, METHOD: tl.constexpr, MP: tl.constexpr
+):
+    """The verdict on a row, which the op was given; from the sums over all parts t, and the newest pair into N."""
+    i_b = tl.program_id(0).to(tl.int64)
+    p_t, p_to, _ = _scratch_of(p_scratch, i_b, M, W)
+    if take_verdict(p_verdict, p_status, p_to, i_b) & (n > 0):
+        o_i = tl.arange(0, MP)
+        m_i = o_i < n
+        p_gram += i_b * (M + 2) * M
+        p_sums += i_b * (4 + (3 if holds_steps(METHOD) else 2) * n)
+        q = tl.load(p_sums + 2 + n + o_i, mask=m_i, other=0.0)
+        r = tl.load(p_sums + 4 + 2 * n + o_i, mask=m_i, other=0.0) if holds_steps(METHOD) else q
+        p_left_squares, p_change_squares = squares_of(p_gram, M)
+        tl.store(p_t + o_i, tl.load(p_sums + 2 + o_i, mask=m_i, other=0.0), mask=m_i)
+        tl.store(p_gram + o_i * M + newest, q, mask=m_i)
+        tl.store(p_gram + newest * M + o_i, r, mask=m_i & (o_i != newest))
+        tl.store(p_left_squares + newest, tl.load(p_sums + 2 + 2 * n))
+        tl.store(p_change_squares + newest, tl.load(p_sums + 3 + 2 * n))
+
+
 @triton.jit(do_not_specialize=["B", "M", "W", "S", "k", "n", "newest", "absolute", "maximum"])
 def _multisecant_judge_kernel(
     p_status,
@@ -386,11 +458,7 @@ def _multisecant_judge_kernel(
     store_verdict(p_verdict, improved, failed)
     if running:
         window = (M, n, newest)
-        o_i = tl.arange(0, MP)
-        b_new = sum_numbers(p_numbers, number_of("new", MP) + tl.arange(0, 8), S)
-        t = sum_numbers(p_numbers, number_of("g", MP) + o_i, S)
-        q = sum_numbers(p_numbers, number_of("y", MP) + o_i, S)
-        p = sum_numbers(p_numbers, number_of("s", MP) + o_i, S) if takes_row(METHOD) else q
+        b_new, t, q, p = _summed(p_numbers, S, METHOD, MP)
         _store_newest(p_gram, p_t, window, b_new)
         _store_dots(p_gram, p_t, window, beta, 0, t, q, p, METHOD)
 
@@ -523,8 +591,9 @@ def _multisecant_right_kernel(
     p_z += i_b * D
     p_best += i_b * D
     p_t, p_verdict, p_numbers = _scratch_of(p_scratch, i_b, M, W)
-    # The first iterate is kept by the kernel before.
-    improved, failed = unpack_verdict(tl.load(p_verdict, mask=n > 0, other=0.0))
+    # The first iterate is kept by the kernel before, unless the step is cut in halves.
+    has_verdict = True if p_iterations is None else n > 0
+    improved, failed = unpack_verdict(tl.load(p_verdict, mask=has_verdict, other=0.0))
     if has_ended(p_status, i_b):
         if SHARED:
             carry_out(improved, failed, p_z + begin, p_best + begin, end - begin, BLK)
@@ -702,3 +771,51 @@ def multisecant_step(a: Any) -> None:
         picard_step.run(a, hold=True)
     if not a.last and len(a.z):
         _PLANS.run(a, n, a.k % history, a.method, history, a.left.dtype)
+
+
+def _plan_half(a: Any, sums: bool, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
+    batch, size = a.z.shape
+    padded, programs = padded_window(n), programs_per_sample(batch, size, a.z.device)
+    width = history + 1 + number_of("end", padded) * programs
+    window = {"M": history, "W": width, "n": n, "newest": (new - 1) % history, "METHOD": method, "MP": padded}
+    window |= {"p_iterations": None, "D": size, "S": programs, "SHARED": True}
+    grid, inline, warp = (batch, programs), padded <= MAX_INLINE_WINDOW, {"num_warps": 1, "maxnreg": MAX_REGISTERS}
+    if sums:
+        plan = Plan(a, p_scratch=(batch, width))
+        left = sweep_config(size, n, 3 if takes_row(method) else 2, a.z.dtype, history_dtype).arguments()
+        plan.add(_multisecant_left_kernel, grid, **UNJUDGED, **window, **left)
+        plan.add(_multisecant_totals_kernel, (batch,), **window, **warp)
+        return plan
+    plan = Plan(a, p_scratch=(batch, width), p_status=(batch,))
+    plan.add(_multisecant_enter_kernel, (batch,), **window, **warp)
+    if n and not inline:
+        plan.add(_multisecant_solve_kernel, (batch,), **window, num_warps=1)
+    right = sweep_config(size, n, 1.5, a.z.dtype, history_dtype).arguments()
+    plan.add(_multisecant_right_kernel, grid, new=new, SOLVE=inline, **window, **right)
+    if n and holds_steps(method):
+        plan.add(_multisecant_row_kernel, (batch,), new=new, **window, **warp)
+    return plan
+
+
+# What the first sweep needs only to judge.
+UNJUDGED: dict[str, Any] = {name: None for name in ("p_best", "p_residual", "p_progress", "p_active")}
+UNJUDGED |= {"B": 0, "tol": 0.0, "absolute": 0, "stall_floor": 0.0, "offset": 0.0, "maximum": 0}
+
+_SUMS_PLANS = Plans(_plan_half, ("z", "fz", "status", "f_prev", "left", "df", "gram", "sums"))
+_APPLY_PLANS = Plans(_plan_half, ("z", "fz", "best", "verdict", "left", "df", "gram", "sums"))
+
+
+def _run_half(plans: Plans, a: Any) -> None:
+    history = a.left.shape[1]
+    if len(a.z):
+        plans.run(a, plans is _SUMS_PLANS, min(a.k, history), a.k % history, a.method, history, a.left.dtype)
+
+
+def multisecant_sums(a: Any) -> None:
+    """The sums of every running row; completes its newest pair."""
+    _run_half(_SUMS_PLANS, a)
+
+
+def multisecant_apply(a: Any) -> None:
+    """The step, by the verdicts and the sums over all parts."""
+    _run_half(_APPLY_PLANS, a)

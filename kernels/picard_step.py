@@ -8,6 +8,7 @@ z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations
 | one program per sample whose row fits a block | row | once |
 | one program per longer sample | blocks | twice |
 | S programs per sample, see ``common`` | sums, judge, step | twice |
+| halves, see ``deqfast.ops.steps.split`` | sums, totals; verdict, step | twice |
 """
 
 from typing import Any
@@ -28,9 +29,11 @@ from .common import (
     store_no_verdict,
     store_norms,
     store_verdict,
+    sum_number,
+    take_verdict,
     unpack_verdict,
 )
-from .config import JUDGE_CONFIG, SUMS_REGISTERS, picard_config, picard_registers, programs_per_sample
+from .config import JUDGE_CONFIG, MAX_REGISTERS, SUMS_REGISTERS, picard_config, picard_registers, programs_per_sample
 from .launch import MONITOR, Plan, Plans
 
 
@@ -199,6 +202,25 @@ def _picard_step_kernel(p_z, p_fz, p_best, p_status, p_numbers, D, S, hold, damp
     _move(p_z, p_fz, p_best + i_b * D, begin, end, improved, failed, advance, damping, BLK)
 
 
+@triton.jit(do_not_specialize=["S"])
+def _picard_totals_kernel(p_status, p_numbers, p_sums, S, BLK: tl.constexpr):
+    """|f(z) - z|^2 and |f(z)|^2 of a row, from the numbers of its S programs."""
+    i_b = tl.program_id(0).to(tl.int64)
+    if has_ended(p_status, i_b):
+        return
+    p_row, _ = _numbers_of(p_numbers, i_b, S)
+    tl.store(p_sums + 2 * i_b, sum_number(p_row, norm_number("gg"), S, BLK))
+    tl.store(p_sums + 2 * i_b + 1, sum_number(p_row, norm_number("ff"), S, BLK))
+
+
+@triton.jit(do_not_specialize=["S"])
+def _picard_verdict_kernel(p_verdict, p_status, p_numbers, S):
+    """The verdict on a row, which the op was given, for the step."""
+    i_b = tl.program_id(0).to(tl.int64)
+    _, p_to = _numbers_of(p_numbers, i_b, S)
+    take_verdict(p_verdict, p_status, p_to, i_b)
+
+
 def _plan(a: Any, hold: bool, last: bool) -> Plan:
     batch, size = a.z.shape
     if batch == 0:
@@ -233,3 +255,36 @@ def run(a: Any, hold: bool) -> None:
 def picard_step(a: Any) -> None:
     """z <- z + damping (f(z) - z) for every running sample, in place; only the records when `last`."""
     run(a, hold=a.last)
+
+
+def _plan_half(a: Any, sums: bool) -> Plan:
+    batch, size = a.z.shape
+    config, programs = picard_config(size, a.z.dtype), programs_per_sample(batch, size, a.z.device)
+    sweep = {"D": size, "S": programs, "BLK": config.block, "num_warps": config.num_warps}
+    numbers = (batch, number_of("end"), programs)
+    judge = {"S": programs, "BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
+    if sums:
+        plan = Plan(a, p_numbers=numbers)
+        plan.add(_picard_sums_kernel, (batch, programs), maximum=0, **sweep, maxnreg=SUMS_REGISTERS)
+        plan.add(_picard_totals_kernel, (batch,), **judge)
+    else:
+        plan = Plan(a, p_numbers=numbers, p_status=(batch,))
+        plan.add(_picard_verdict_kernel, (batch,), **judge)
+        plan.add(_picard_step_kernel, (batch, programs), hold=0, **sweep, maxnreg=MAX_REGISTERS)
+    return plan
+
+
+_SUMS_PLANS = Plans(_plan_half, ("z", "fz", "status", "sums"))
+_APPLY_PLANS = Plans(_plan_half, ("z", "fz", "best", "verdict"))
+
+
+def picard_sums(a: Any) -> None:
+    """|f(z) - z|^2 and |f(z)|^2 of every running row."""
+    if len(a.z):
+        _SUMS_PLANS.run(a, True)
+
+
+def picard_apply(a: Any) -> None:
+    """The step, by the verdicts."""
+    if len(a.z):
+        _APPLY_PLANS.run(a, False)

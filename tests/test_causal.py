@@ -345,11 +345,26 @@ def test_refused_at_once(options, said):
         solve(torch.cos, torch.zeros(2, 3), **{"causal": True} | options)
 
 
-def test_a_kernel_without_halves_is_refused():
-    with pytest.raises(
-        ValueError, match="causal cut steps in halves, for kernel 'cuda', 'cpp' or 'torch', got 'triton'"
-    ):
-        solve(torch.cos, torch.zeros(2, 3), causal=True, kernel="triton")
+@pytest.mark.parametrize("kernel", ["triton"], indirect=True)
+@pytest.mark.parametrize("solver", ["picard", pytest.param("anderson", marks=pytest.mark.tier("full"))])
+def test_nothing_leaks_on_triton(solver, kernel, device):
+    """A short solve, since it is interpreted without a GPU."""
+    x = torch.randn(2, 4, 5, dtype=torch.float64)
+    changed = x.index_fill(1, torch.tensor([2, 3]), 2.0)
+
+    def solved(x: Tensor, kernel: str, device: str) -> tuple[Tensor, Tensor]:
+        x = x.to(device)
+        how = {"causal": True, "trace": False}
+        solution = solve(
+            lambda z: 0.8 * (z.cumsum(1) / 4).cos() + x, torch.zeros_like(x), SOLVERS[solver](1e-4, 12), kernel, **how
+        )
+        return solution.value.cpu(), solution.position_iterations.cpu()
+
+    value, iterations = solved(x, kernel, device)
+    expected, expected_iterations = solved(x, "torch", "cpu")
+    assert torch.equal(iterations, expected_iterations)
+    assert_close(value, expected, 1e-10)
+    assert torch.equal(solved(changed, kernel, device)[0][:, :2], value[:, :2])
 
 
 @pytest.mark.parametrize("start", [torch.zeros(2), torch.zeros(2, 0, 3), (torch.zeros(2, 3), torch.zeros(2, 4))])

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from correctness import assert_close
+from interpreter import INTERPRETED
 from test_docs import ROOT, python_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -429,7 +430,7 @@ class Halves:
         return torch.cat([numbers.unflatten(0, (2, -1)).amax(dim=0)] * 2)
 
 
-KERNELS_OF_PARTS = ["torch", "cpp", "cuda"]
+KERNELS_OF_PARTS = ["torch", "cpp", "cuda", "triton"]
 
 
 def solve_of_parts(z0: Tensor, options: Options, kernel: str) -> Solve:
@@ -471,6 +472,18 @@ IN_HALVES = {
 @pytest.mark.parametrize("name", IN_HALVES)
 def test_rows_that_are_parts_are_solved_as_one(emulated, name, size, width):
     """Also if squares over- or underflow; on one kernel, halves of a sample are judged and stepped as wholes."""
+    is_emulated = (name, size) == ("anderson-I", 1e-200)  # which takes long; test_halves.py has the other methods
+    assert_solved_as_one(name, size, width, KERNELS_OF_PARTS[: 3 if is_emulated else 2])
+
+
+@pytest.mark.tier("full")
+@pytest.mark.skipif(not INTERPRETED, reason="the state is on the CPU")
+@pytest.mark.parametrize(("name", "size", "width"), [("anderson-I", 1.0, 63), ("picard", 1e200, 6)])
+def test_rows_that_are_parts_are_solved_as_one_by_triton(name, size, width):
+    assert_solved_as_one(name, size, width, ["triton"])
+
+
+def assert_solved_as_one(name: str, size: float, width: int, kernels: list[str]) -> None:
     torch.manual_seed(0)
     normal, x = (
         torch.nn.functional.normalize(torch.randn(2 * width).double(), dim=0),
@@ -489,8 +502,7 @@ def test_rows_that_are_parts_are_solved_as_one(emulated, name, size, width):
     whole = Options(solver=IN_HALVES[name], kernel="torch", trace=True)
     expected, z0 = Solve(x, whole)(f, torch.zeros_like(x)), torch.zeros(10, width).double()
     assert expected.status.tolist()[4] == Status.NONFINITE
-    is_emulated = (name, size) == ("anderson-I", 1e-200)  # which takes long; test_halves.py has the other methods
-    for kernel in KERNELS_OF_PARTS if is_emulated else KERNELS_OF_PARTS[:2]:
+    for kernel in kernels:
         found = solve_of_parts(z0, whole, kernel)(of_parts, z0)
         for half in (slice(0, 5), slice(5, 10)):
             assert torch.equal(found.status[half], expected.status), kernel
@@ -503,7 +515,7 @@ def test_rows_that_are_parts_are_solved_as_one(emulated, name, size, width):
             solve_of_parts(z0, whole, kernel)(of_parts, z0.index_fill(0, torch.tensor([5]), torch.nan))
 
 
-@pytest.mark.parametrize("kernel", KERNELS_OF_PARTS)
+@pytest.mark.parametrize("kernel", KERNELS_OF_PARTS[: 4 if INTERPRETED else 3])
 def test_no_rows_are_stepped(emulated, kernel):
     for solver in IN_HALVES.values():
         z = torch.zeros(0, 6)

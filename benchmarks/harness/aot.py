@@ -49,16 +49,28 @@ BARRIER = re.compile(r"\bbar\.sync")
 # A load into registers, or a copy into shared memory, of 16 bytes.
 WIDE_LOAD = re.compile(r"ld\.global[.\w:]*\.(?:v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
+INT8, INT32 = {"p_status", "p_verdict"}, {"p_iterations", "p_active", "p_newest", "p_count"}
 INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
-SCALAR_LOADS = ("solve", "means", "row", "picard/judge", "judge", "gamma")  # kernels whose loads need not be wide
+# Kernels of a program per sample, whose loads need not be wide.
+SCALAR_LOADS = ["solve", "means", "row", "picard/judge", "judge", "gamma", "picard/totals", "totals"]
+SCALAR_LOADS += ["picard/verdict", "enter", "solve/half", "row/half"]
+# Kernels whose statuses are those of ``common.take_verdict``.
+JUDGED = ("picard/verdict", "enter", "solve/half", "right/half", "row/half")
 STEP_KERNELS = {
     "picard/sums": picard_step._picard_sums_kernel,
     "picard/judge": picard_step._picard_judge_kernel,
     "picard/step": picard_step._picard_step_kernel,
+    "picard/totals": picard_step._picard_totals_kernel,
+    "picard/verdict": picard_step._picard_verdict_kernel,
     "left": multisecant_step._multisecant_left_kernel,
     "left/shared": multisecant_step._multisecant_left_kernel,
     "judge": multisecant_step._multisecant_judge_kernel,
+    "left/half": multisecant_step._multisecant_left_kernel,
+    "totals": multisecant_step._multisecant_totals_kernel,
+    "enter": multisecant_step._multisecant_enter_kernel,
+    "right/half": multisecant_step._multisecant_right_kernel,
+    "solve/half": multisecant_step._multisecant_solve_kernel,
+    "row/half": multisecant_step._multisecant_row_kernel,
     "solve": multisecant_step._multisecant_solve_kernel,
     "right": multisecant_step._multisecant_right_kernel,
     "right/shared": multisecant_step._multisecant_right_kernel,
@@ -204,9 +216,12 @@ def specialise_step(case: Case) -> tuple[triton.JITFunction, dict[str, object], 
         on_chip = {"ON_CHIP": case.size <= launch.block, "BLK": launch.block}
         return picard_step._picard_kernel, {**on_chip, **one(case)}, launch
     kernel, padded = STEP_KERNELS[case.kernel], config.padded_window(case.window)
-    constants: dict[str, object] = {**one(case), "MP": padded, "SHARED": case.kernel.endswith("/shared")}
+    constants: dict[str, object] = {**one(case), "MP": padded, "SHARED": case.kernel.endswith(("/shared", "/half"))}
+    if case.kernel.endswith("/half"):
+        constants["p_iterations"] = None
+        constants |= multisecant_step.UNJUDGED if case.kernel == "left/half" else {}
     constants |= {"SOLVE": padded <= config.MAX_INLINE_WINDOW, "METHOD": METHODS.get(case.method)}
-    if case.kernel in ("picard/judge", "judge", "row", "solve", "gamma"):
+    if case.kernel in SCALAR_LOADS:
         launch = config.JUDGE_CONFIG
     elif case.kernel in ("dots", "product"):
         launch, _ = config.transposed_config(case.size, case.window, dtype, DTYPES[case.history])
@@ -230,6 +245,8 @@ def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> 
             return "constexpr"
         if not name.startswith("p_"):
             return "i32" if name in INTEGERS else "fp64"
+        if name == "p_status" and case.kernel in JUDGED:
+            return "*" + case.state
         if name in INT8 | INT32:
             return "*i8" if name in INT8 else "*i32"
         if case.kernel in NORM_KERNELS:
@@ -291,7 +308,9 @@ def most_registers(case: Case, launch: config.LaunchConfig | config.TileConfig) 
         return launch.registers
     if case.kernel in NORM_KERNELS:
         return config.NORM_REGISTERS
-    return config.MAX_REGISTERS if case.kernel.startswith(("judge", "row", "picard/", "fc")) else None
+    return (
+        config.MAX_REGISTERS if case.kernel.startswith(("judge", "row", "picard/", "totals", "enter", "fc")) else None
+    )
 
 
 def compile_job(job: tuple[Case, int]) -> Row:

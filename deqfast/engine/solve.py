@@ -254,7 +254,7 @@ def kernel_of(options: Options, device: torch.device) -> Kernel:
         check_causal(options.solver)
     elif parts is not None and type(options.solver) not in (Picard, Anderson, Broyden, Auto):
         raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
-    kernel = choose_kernel(options.kernel, device, in_halves=options.causal or parts is not None)
+    kernel = choose_kernel(options.kernel, device)
     return kernel if parts is None else replace(kernel, parts=parts)
 
 

@@ -171,20 +171,15 @@ def _warn_of_fallback(reasons: str) -> None:
     warnings.warn(f"deqfast: kernel='auto' falls back to the slower torch: {reasons}", stacklevel=4)
 
 
-def choose_kernel(kernel: str, device: torch.device, in_halves: bool = False) -> Kernel:
+def choose_kernel(kernel: str, device: torch.device) -> Kernel:
     """Resolve `kernel` for tensors on `device`.
 
     "auto" takes cuda, then triton, on CUDA tensors, and cpp on CPU tensors. If these are not available, it takes torch
-    and warns once. A kernel chosen by name that cannot run raises RuntimeError. `in_halves`: rows are not whole
-    samples, and steps are cut. Triton has no such steps, and raises ValueError.
+    and warns once. A kernel chosen by name that cannot run raises RuntimeError.
     """
     check_kernel_name(kernel)
-    if in_halves and kernel == "triton":
-        raise ValueError(
-            "state_group and causal cut steps in halves, for kernel 'cuda', 'cpp' or 'torch', got 'triton'"
-        )
     if kernel == "auto":
-        preferred = {"cuda": ("cuda", "triton")[: 1 if in_halves else 2], "cpu": ("cpp",)}.get(device.type, ())
+        preferred = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}.get(device.type, ())
         name = next((name for name in preferred if _availability(name)), "torch")
         if preferred and name == "torch":
             _warn_of_fallback("; ".join(f"{missing}: {_availability(missing).reason}" for missing in preferred))

@@ -9,6 +9,7 @@ from harness.compiled import Unavailable, ahead_of_time
 GROUPS = [
     ("picard", "picard/sums", "picard/judge", "picard/step", "fc", "fc_vjp"),
     ("left", "left/shared", "judge", "sums", "means", "scatter"),
+    ("left/half", "totals", "enter", "solve/half", "right/half", "row/half", "picard/totals", "picard/verdict"),
     ("right", "right/shared", "row", "solve", "dots", "gamma", "product", "act", "act'", "resid", "resid'"),
 ]
 
