@@ -30,8 +30,6 @@ MIN_COLUMNS = 4096
 MAX_PROGRAMS = 64
 # The most registers of a thread. Without this limit, ptxas spills a few bytes to fit more warps per multiprocessor.
 MAX_REGISTERS = 255
-# For the sums of a shared sample, which only wait for memory: four programs of 256 threads fit a multiprocessor.
-SUMS_REGISTERS = 64
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,14 @@ def picard_config(size: int, dtype: torch.dtype) -> LaunchConfig:
     block = max(32, whole) if whole * dtype.itemsize <= 32768 else 4096 // dtype.itemsize
     bytes_per_warp = 2048 if size <= block else 512
     return LaunchConfig(block, max(1, block * dtype.itemsize // bytes_per_warp))
+
+
+def sums_registers(dtype: torch.dtype) -> int:
+    """Registers of a thread for the sums of a shared sample, which only wait for memory.
+
+    Four programs of 256 threads then fit a multiprocessor; in float64, whose sums would not fit, three.
+    """
+    return 64 if dtype.itemsize <= 4 else 80
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from .common import (
     take_verdict,
     unpack_verdict,
 )
-from .config import JUDGE_CONFIG, MAX_REGISTERS, SUMS_REGISTERS, picard_config, picard_registers, programs_per_sample
+from .config import JUDGE_CONFIG, MAX_REGISTERS, picard_config, picard_registers, programs_per_sample, sums_registers
 from .launch import MONITOR, Plan, Plans
 
 
@@ -237,7 +237,7 @@ def _plan(a: Any, hold: bool, last: bool) -> Plan:
         plan.add(_picard_kernel, (batch,), ON_CHIP=size <= config.block, **decision, **step, **columns)
         return plan
     plan = Plan(a, p_numbers=(batch, number_of("end"), programs))
-    plan.add(_picard_sums_kernel, (batch, programs), S=programs, **{**columns, "maxnreg": SUMS_REGISTERS})
+    plan.add(_picard_sums_kernel, (batch, programs), S=programs, **{**columns, "maxnreg": sums_registers(a.z.dtype)})
     judge = {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
     plan.add(_picard_judge_kernel, (batch,), S=programs, **decision, **judge, **options)
     plan.add(_picard_step_kernel, (batch, programs), S=programs, **step, **columns)
@@ -265,7 +265,7 @@ def _plan_half(a: Any, sums: bool) -> Plan:
     judge = {"S": programs, "BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
     if sums:
         plan = Plan(a, p_numbers=numbers)
-        plan.add(_picard_sums_kernel, (batch, programs), maximum=0, **sweep, maxnreg=SUMS_REGISTERS)
+        plan.add(_picard_sums_kernel, (batch, programs), maximum=0, **sweep, maxnreg=sums_registers(a.z.dtype))
         plan.add(_picard_totals_kernel, (batch,), **judge)
     else:
         plan = Plan(a, p_numbers=numbers, p_status=(batch,))

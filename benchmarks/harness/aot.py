@@ -303,7 +303,7 @@ def most_registers(case: Case, launch: config.LaunchConfig | config.TileConfig) 
     if case.kernel == "picard":
         return config.picard_registers(DTYPES[case.state], whole=True)
     if case.kernel == "picard/sums":
-        return config.SUMS_REGISTERS
+        return config.sums_registers(DTYPES[case.state])
     if isinstance(launch, config.SweepConfig):
         return launch.registers
     if case.kernel in NORM_KERNELS:
