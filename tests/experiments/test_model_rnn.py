@@ -17,17 +17,17 @@ LONG = pytest.mark.tier("full")
 def solved(step, x):
     start = x.new_zeros(*x.shape[:2], step.size)
     return fixed_point(
-        partial(rnn.newton, step), start, x, solver=Picard(1e-5, 40), adjoint="jfb", warn=False, return_solution=True
+        partial(rnn.newton, step), start, x, solver=Picard(1e-6, 40), adjoint="jfb", warn=False, return_solution=True
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "gain", "length", "most"),
     [
-        ("gru", 1.0, 256, 4),
+        ("gru", 1.0, 256, 5),
         ("lstm", 1.0, 64, 4),
         ("diagonal", 4.0, 64, 6),
-        pytest.param("gru", 1.0, 2048, 4, marks=LONG),
+        pytest.param("gru", 1.0, 2048, 5, marks=LONG),
         pytest.param("gru", 4.0, 2048, 8, marks=LONG),
         pytest.param("lstm", 4.0, 256, 7, marks=LONG),
     ],
@@ -42,9 +42,8 @@ def test_few_evaluations_and_the_exact_gradient(kind, gain, length, most):
     expected = rnn.loop(step, x)
     wanted = [x, *step.cell.parameters()]
     found, exact = (torch.autograd.grad(z.square().sum(), wanted, retain_graph=True) for z in (h, expected))
-    assert_close(h, expected, 1e-5)
-    for a, b in zip(found, exact, strict=True):
-        assert (a - b).norm() <= 2e-6 * b.norm()
+    for a, b in zip((h, *found), (expected, *exact), strict=True):
+        assert (a - b).norm() <= 2e-6 * b.norm()  # the tolerance, and the sensitivity to earlier states
 
 
 def test_a_chaotic_network_does_not_converge():
