@@ -28,7 +28,7 @@ class Block(nn.TransformerEncoderLayer):
     def __init__(self) -> None:
         super().__init__(D, 2, 2 * D, dropout=0.0, batch_first=True, norm_first=True)
 
-    def forward(self, z: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, z: Tensor) -> Tensor:  # type: ignore[override]  # the mask is its own
         return super().forward(z, MASK[: z.shape[1], : z.shape[1]], is_causal=True)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from own_sums import LoopedFCCell
-from recorded import DEVICE, GPU, Graph, Mark, as_graphs  # noqa: F401
+from recorded import DEVICE, GPU, Graph, Mark, as_graphs  # noqa: F401  # a fixture for every test
 from torch import nn
 
 import deqfast
@@ -130,7 +130,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_each_replay_draws_new_numbers_or_a_draw_is_refused(masks, as_graphs):  # noqa: F811
+def test_each_replay_draws_new_numbers_or_a_draw_is_refused(masks, as_graphs):  # noqa: F811  # the fixture
     """torch registers its generator with its own graphs only; in parts that C++ joins, draws would be repeated."""
 
     def training(graphed):

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from own_sums import LoopedFCCell
-from recorded import DEVICE, GPU, Graph, Mark, as_graphs, record  # noqa: F401
+from recorded import DEVICE, GPU, Graph, Mark, as_graphs, record  # noqa: F401  # a fixture for every test
 from solutions import SOLVERS, assert_same_solution
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

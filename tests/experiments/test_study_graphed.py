@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from nc_study import training
-from recorded import GPU, Graph, as_graphs  # noqa: F401
+from recorded import GPU, Graph, as_graphs  # noqa: F401  # a fixture for every test
 from test_study_training import trainer
 from tqdm import tqdm
 
