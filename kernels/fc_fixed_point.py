@@ -28,13 +28,13 @@ from .common import (
     is_sound,
     magnitude,
     relative,
-    rule_arguments,
     scalar,
     square_root,
     status_of,
     tiny_and_max,
 )
-from .config import FC_ROWS, MAX_REGISTERS, device_guard, fc_config, picard_config
+from .config import FC_ROWS, MAX_REGISTERS, fc_config, picard_config
+from .launch import launch
 
 RELU = tl.constexpr(constants.RELU)
 TANH = tl.constexpr(constants.TANH)
@@ -240,43 +240,16 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
         value.copy_(wide[:, :features])
         return
     config = fc_config(features)
-    with device_guard(a.c):
-        _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](
-            p_w=a.weight,
-            p_c=a.c,
-            p_z0=a.z0,
-            p_value=value,
-            p_status=status,
-            p_iterations=iterations,
-            p_residual=residual,
-            B=batch,
-            D=features,
-            max_iter=a.max_iter,
-            **rule_arguments(a.rule),
-            ACTIVATION=a.activation,
-            INTERPRETED=not isinstance(_fc_fixed_point_kernel, triton.JITFunction),
-            ROWS=FC_ROWS,
-            DP=config.block,
-            num_warps=config.num_warps,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,
-        )
+    results = {"p_value": value, "p_status": status, "p_iterations": iterations, "p_residual": residual}
+    sizes = {"B": batch, "D": features, "ROWS": FC_ROWS, "DP": config.block, "num_warps": config.num_warps}
+    choices = {"ACTIVATION": a.activation, "INTERPRETED": not isinstance(_fc_fixed_point_kernel, triton.JITFunction)}
+    grid = (triton.cdiv(batch, FC_ROWS),)
+    launch(_fc_fixed_point_kernel, grid, a, a.c, p_w=a.weight, **results, **sizes, **choices, maxnreg=MAX_REGISTERS)
 
 
 def fc_vjp(a: Any, result: Tensor) -> None:
     """result = grad * act'(pre)."""
-    size = a.pre.numel()
-    if size == 0:
-        return
-    config = picard_config(size, a.pre.dtype)
-    with device_guard(a.pre):
-        _fc_vjp_kernel[(triton.cdiv(size, config.block),)](
-            p_pre=a.pre,
-            p_grad=a.grad,
-            p_result=result,
-            N=size,
-            ACTIVATION=a.activation,
-            BLK=config.block,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+    if size := a.pre.numel():
+        config = picard_config(size, a.pre.dtype)
+        given = {"N": size, "ACTIVATION": a.activation, "BLK": config.block, "num_warps": config.num_warps}
+        launch(_fc_vjp_kernel, (triton.cdiv(size, config.block),), a, a.pre, p_result=result, **given)

@@ -721,79 +721,10 @@ def _plan_transposed(a: Any, method: int, history: int, history_dtype: torch.dty
     batch, size = a.v.shape
     padded, (sweep, parts) = padded_window(history), transposed_config(size, history, a.v.dtype, history_dtype)
     plan = Plan(a, "p_out", p_numbers=(batch, padded, parts), p_gamma=(batch, history))
-    plan.add(_transposed_dots_kernel, (batch, parts), D=size, M=history, MP=padded, **sweep.arguments())
+    given = {"D": size, "M": history, "MP": padded, **sweep.arguments()}
+    plan.add(_transposed_dots_kernel, (batch, parts), **given)
     plan.add(_transposed_gamma_kernel, (batch,), M=history, S=parts, METHOD=method, MP=padded, num_warps=1)
-    plan.add(_transposed_product_kernel, (batch, parts), D=size, M=history, **sweep.arguments())
-    return plan
-
-
-_TRANSPOSED_PLANS = Plans(_plan_transposed, ("v", "left", "df", "gram", "newest", "count"))
-
-
-def multisecant_transposed(a: Any, out: Tensor) -> None:
-    """out = alpha (beta v - L gamma) with N^T gamma = DF^T v."""
-    if len(a.v):
-        _TRANSPOSED_PLANS.run(a, a.method, a.left.shape[1], a.left.dtype, results=[out])
-
-
-def _plan(a: Any, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
-    batch, size = a.z.shape
-    pairs = history if n < 0 else n
-    padded, programs = padded_window(pairs), programs_per_sample(batch, size, a.z.device)
-    shared = programs > 1
-    width = history + 1 + number_of("end", padded) * programs * shared
-    plan = Plan(a, p_scratch=(batch, width))
-    window = {"M": history, "W": width, "n": n, "newest": (new - 1) % history, "METHOD": method, "MP": padded}
-    sums = {"S": programs, "BLK": JUDGE_CONFIG.block, "num_warps": 1, "maxnreg": MAX_REGISTERS}
-    grid, inline = (batch, programs), padded <= MAX_INLINE_WINDOW
-    if n:
-        left = sweep_config(size, pairs, 3 if takes_row(method) else 2, a.z.dtype, history_dtype).arguments()
-        plan.add(_multisecant_left_kernel, grid, B=batch, D=size, SHARED=shared, **window, **left)
-        if shared:
-            plan.add(_multisecant_judge_kernel, (batch,), B=batch, **window, **sums)
-        if not inline:
-            plan.add(_multisecant_solve_kernel, (batch,), **window, num_warps=1)
-    right = sweep_config(size, pairs, 1.5, a.z.dtype, history_dtype).arguments()
-    plan.add(_multisecant_right_kernel, grid, D=size, new=new, SHARED=shared, SOLVE=inline, **window, **right)
-    if n and shared and holds_steps(method):
-        plan.add(_multisecant_row_kernel, (batch,), new=new, **window, **sums)
-    return plan
-
-
-_PLANS = Plans(_plan, ("z", "fz", *MONITOR, "f_prev", "left", "df", "gram"))
-
-
-def multisecant_step(a: Any) -> None:
-    """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
-    history = a.left.shape[1]
-    n = min(a.k, history) if a.k >= 0 else -1  # only the device knows the number: kernels for the whole history
-    if a.last or n == 0:
-        picard_step.run(a, hold=True)
-    if not a.last and len(a.z):
-        _PLANS.run(a, n, a.k % history, a.method, history, a.left.dtype)
-
-
-def _plan_half(a: Any, sums: bool, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
-    batch, size = a.z.shape
-    padded, programs = padded_window(n), programs_per_sample(batch, size, a.z.device)
-    width = history + 1 + number_of("end", padded) * programs
-    window = {"M": history, "W": width, "n": n, "newest": (new - 1) % history, "METHOD": method, "MP": padded}
-    window |= {"p_iterations": None, "D": size, "S": programs, "SHARED": True}
-    grid, inline, warp = (batch, programs), padded <= MAX_INLINE_WINDOW, {"num_warps": 1, "maxnreg": MAX_REGISTERS}
-    if sums:
-        plan = Plan(a, p_scratch=(batch, width))
-        left = sweep_config(size, n, 3 if takes_row(method) else 2, a.z.dtype, history_dtype).arguments()
-        plan.add(_multisecant_left_kernel, grid, **UNJUDGED, **window, **left)
-        plan.add(_multisecant_totals_kernel, (batch,), **window, **warp)
-        return plan
-    plan = Plan(a, p_scratch=(batch, width), p_status=(batch,))
-    plan.add(_multisecant_enter_kernel, (batch,), **window, **warp)
-    if n and not inline:
-        plan.add(_multisecant_solve_kernel, (batch,), **window, num_warps=1)
-    right = sweep_config(size, n, 1.5, a.z.dtype, history_dtype).arguments()
-    plan.add(_multisecant_right_kernel, grid, new=new, SOLVE=inline, **window, **right)
-    if n and holds_steps(method):
-        plan.add(_multisecant_row_kernel, (batch,), new=new, **window, **warp)
+    plan.add(_transposed_product_kernel, (batch, parts), **given)
     return plan
 
 
@@ -801,21 +732,69 @@ def _plan_half(a: Any, sums: bool, n: int, new: int, method: int, history: int, 
 UNJUDGED: dict[str, Any] = {name: None for name in ("p_best", "p_residual", "p_progress", "p_active")}
 UNJUDGED |= {"B": 0, "tol": 0.0, "absolute": 0, "stall_floor": 0.0, "offset": 0.0, "maximum": 0}
 
-_SUMS_PLANS = Plans(_plan_half, ("z", "fz", "status", "f_prev", "left", "df", "gram", "sums"))
-_APPLY_PLANS = Plans(_plan_half, ("z", "fz", "best", "verdict", "left", "df", "gram", "sums"))
+
+def _plan(a: Any, half: str, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
+    batch, size = a.z.shape
+    pairs = history if n < 0 else n
+    padded, programs = padded_window(pairs), programs_per_sample(batch, size, a.z.device)
+    is_shared, is_inline = bool(half) or programs > 1, padded <= MAX_INLINE_WINDOW
+    width = history + 1 + number_of("end", padded) * programs * is_shared
+    plan = Plan(a, p_scratch=(batch, width), **{"p_status": (batch,)} if half == "apply" else {})
+    given: dict[str, Any] = {"B": batch, "D": size, "M": history, "W": width, "S": programs, "n": n, "new": new}
+    given |= {"newest": (new - 1) % history, "METHOD": method, "MP": padded, "SHARED": is_shared, "SOLVE": is_inline}
+    given |= {"p_iterations": None} if half else {}
+    of_sample = given | {"BLK": JUDGE_CONFIG.block, "num_warps": 1, "maxnreg": MAX_REGISTERS}
+
+    def sweep(held: float) -> dict[str, Any]:
+        return given | sweep_config(size, pairs, held, a.z.dtype, history_dtype).arguments()
+
+    if half == "apply":
+        plan.add(_multisecant_enter_kernel, (batch,), **of_sample)
+    elif n:
+        left = sweep(3 if takes_row(method) else 2) | (UNJUDGED if half else {})
+        plan.add(_multisecant_left_kernel, (batch, programs), **left)
+        if is_shared:
+            plan.add(_multisecant_totals_kernel if half else _multisecant_judge_kernel, (batch,), **of_sample)
+    if half == "sums":
+        return plan
+    if n and not is_inline:
+        plan.add(_multisecant_solve_kernel, (batch,), **given, num_warps=1)
+    plan.add(_multisecant_right_kernel, (batch, programs), **sweep(1.5))
+    if n and is_shared and holds_steps(method):
+        plan.add(_multisecant_row_kernel, (batch,), **of_sample)
+    return plan
 
 
-def _run_half(plans: Plans, a: Any) -> None:
+_TRANSPOSED_PLANS = Plans(_plan_transposed, ("v", "left", "df", "gram", "newest", "count"))
+_PLANS = Plans(_plan, ("z", "fz", *MONITOR, "f_prev", "left", "df", "gram"))
+_SUMS_PLANS = Plans(_plan, ("z", "fz", "status", "f_prev", "left", "df", "gram", "sums"))
+_APPLY_PLANS = Plans(_plan, ("z", "fz", "best", "verdict", "left", "df", "gram", "sums"))
+
+
+def _run(plans: Plans, a: Any, half: str, n: int) -> None:
     history = a.left.shape[1]
-    if len(a.z):
-        plans.run(a, plans is _SUMS_PLANS, min(a.k, history), a.k % history, a.method, history, a.left.dtype)
+    plans.run(a, half, n, a.k % history, a.method, history, a.left.dtype)
+
+
+def multisecant_step(a: Any) -> None:
+    """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
+    n = min(a.k, a.left.shape[1]) if a.k >= 0 else -1  # only the device knows the number: kernels for all of it
+    if a.last or n == 0:
+        picard_step.run(a, hold=True)
+    if not a.last:
+        _run(_PLANS, a, "", n)
 
 
 def multisecant_sums(a: Any) -> None:
     """The sums of every running row; completes its newest pair."""
-    _run_half(_SUMS_PLANS, a)
+    _run(_SUMS_PLANS, a, "sums", min(a.k, a.left.shape[1]))
 
 
 def multisecant_apply(a: Any) -> None:
     """The step, by the verdicts and the sums over all parts."""
-    _run_half(_APPLY_PLANS, a)
+    _run(_APPLY_PLANS, a, "apply", min(a.k, a.left.shape[1]))
+
+
+def multisecant_transposed(a: Any, out: Tensor) -> None:
+    """out = alpha (beta v - L gamma) with N^T gamma = DF^T v."""
+    _TRANSPOSED_PLANS.run(a, a.method, a.left.shape[1], a.left.dtype, results=[out])

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import scalar, square_root
-from .config import NORM_REGISTERS, device_guard, norm_config
+from .config import NORM_REGISTERS, norm_config
+from .launch import Plan, Plans
 
 
 @triton.jit
@@ -201,39 +202,32 @@ def _norm_act_backward_kernel(
         tl.store(p_grad_y + o_t, norm_backward(b_gt, b_nt, b_w, rstd, offset, slope).to(short), mask=m_t)
 
 
-def launch_of(y: Tensor, groups: int, accumulation: torch.dtype) -> tuple[tuple[int], dict[str, int]]:
-    """Grid, and sizes and options of the launch, for tensors shaped as y."""
-    channels, pixels = y.shape[1], y.shape[2] * y.shape[3]
-    config = norm_config(pixels, channels // groups, accumulation)
-    sizes = {"P": pixels, "C": channels, "CG": channels // groups, "BR": config.rows, "BC": config.columns}
-    options = {"num_warps": config.num_warps, "maxnreg": NORM_REGISTERS, "enable_fp_fusion": False}
-    return (y.shape[0] * groups,), {"pixels": pixels, **sizes, **options}
+def plans_of(kernel: Any, tensors: tuple[str, ...], results: tuple[str, ...]) -> Plans:
+    """Plans of an op that is this kernel, for each group; the first of the tensors is y."""
+
+    def plan_of(a: Any, groups: int, accumulation: torch.dtype, *_: torch.dtype) -> Plan:
+        batch, channels, height, width = a.y.shape
+        pixels, of_group = height * width, channels // groups
+        config, plan = norm_config(pixels, of_group, accumulation), Plan(a, *results)
+        sizes = {"P": pixels, "C": channels, "CG": of_group, "BR": config.rows, "BC": config.columns}
+        options = {"num_warps": config.num_warps, "maxnreg": NORM_REGISTERS}
+        plan.add(kernel, (batch * groups,), plane=batch * channels, pixels=pixels, **sizes, **options)
+        return plan
+
+    return Plans(plan_of, tensors)
 
 
-def norm_act(a: Any, out: Tensor, mean: Tensor, rstd: Tensor) -> None:
-    """out = relu(GroupNorm(y)), and the statistics of each group."""
-    if len(a.y):
-        grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
-        with device_guard(a.y):
-            _norm_act_kernel[grid](
-                p_y=a.y, p_weight=a.weight, p_bias=a.bias, p_out=out, p_mean=mean, p_rstd=rstd, eps=a.eps, **sizes
-            )
+_PLANS = plans_of(_norm_act_kernel, ("y", "weight", "bias"), ("p_out", "p_mean", "p_rstd"))
+_BACKWARD_PLANS = plans_of(
+    _norm_act_backward_kernel, ("y", "grad", "weight", "bias", "mean", "rstd"), ("p_grad_y", "p_affine")
+)
 
 
-def norm_act_backward(a: Any, grad_y: Tensor, affine: Tensor) -> None:
+def norm_act(a: Any, *results: Tensor) -> None:
+    """out = relu(GroupNorm(y)), and the statistics of each group; `results`: out, mean, rstd."""
+    _PLANS.run(a, a.groups, a.weight.dtype, results=results)
+
+
+def norm_act_backward(a: Any, *results: Tensor) -> None:
     """The gradient of y; per sample, the gradients of weight and bias."""
-    if len(a.y):
-        grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
-        with device_guard(a.y):
-            _norm_act_backward_kernel[grid](
-                p_grad=a.grad,
-                p_y=a.y,
-                p_weight=a.weight,
-                p_bias=a.bias,
-                p_mean=a.mean,
-                p_rstd=a.rstd,
-                p_grad_y=grad_y,
-                p_affine=affine,
-                plane=affine[0].numel(),
-                **sizes,
-            )
+    _BACKWARD_PLANS.run(a, a.groups, a.weight.dtype, results=results)

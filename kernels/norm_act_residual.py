@@ -11,16 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import device_guard
 from .norm_act import (
     group_of_program,
     group_tile,
     inverse_deviation,
-    launch_of,
     load_channels,
     load_tile,
     loop_end,
     norm_backward,
+    plans_of,
     relu,
     store_affine,
 )
@@ -224,49 +223,19 @@ def _norm_act_residual_backward_kernel(
         tl.store(p_grad_sum + o_t, b_gy.to(short), mask=m_t)
 
 
-def norm_act_residual(a: Any, f: Tensor, mean2: Tensor, rstd2: Tensor, mean3: Tensor, rstd3: Tensor) -> None:
+_TENSORS = ("y", "x", "z", "weight2", "bias2", "weight3")
+_STATISTICS = ("mean2", "rstd2", "mean3", "rstd3")
+_PLANS = plans_of(_norm_act_residual_kernel, (*_TENSORS, "bias3"), ("p_f", *(f"p_{name}" for name in _STATISTICS)))
+_BACKWARD_PLANS = plans_of(
+    _norm_act_residual_backward_kernel, (*_TENSORS, "grad", *_STATISTICS), ("p_grad_sum", "p_grad_z", "p_affine")
+)
+
+
+def norm_act_residual(a: Any, *results: Tensor) -> None:
     """f = GroupNorm3(relu(z + GroupNorm2(y + x))), and the statistics of each group."""
-    if len(a.z):
-        grid, sizes = launch_of(a.z, a.groups, a.weight2.dtype)
-        with device_guard(a.z):
-            _norm_act_residual_kernel[grid](
-                p_y=a.y,
-                p_x=a.x,
-                p_z=a.z,
-                p_weight2=a.weight2,
-                p_bias2=a.bias2,
-                p_weight3=a.weight3,
-                p_bias3=a.bias3,
-                p_f=f,
-                p_mean2=mean2,
-                p_rstd2=rstd2,
-                p_mean3=mean3,
-                p_rstd3=rstd3,
-                eps=a.eps,
-                **sizes,
-            )
+    _PLANS.run(a, a.groups, a.weight2.dtype, a.z.dtype, results=results)
 
 
-def norm_act_residual_backward(a: Any, grad_sum: Tensor, grad_z: Tensor, affine: Tensor) -> None:
+def norm_act_residual_backward(a: Any, *results: Tensor) -> None:
     """The gradients of y + x and of z; per sample, the gradients of weights and biases."""
-    if len(a.z):
-        grid, sizes = launch_of(a.z, a.groups, a.weight2.dtype)
-        with device_guard(a.z):
-            _norm_act_residual_backward_kernel[grid](
-                p_grad=a.grad,
-                p_y=a.y,
-                p_x=a.x,
-                p_z=a.z,
-                p_weight2=a.weight2,
-                p_bias2=a.bias2,
-                p_weight3=a.weight3,
-                p_mean2=a.mean2,
-                p_rstd2=a.rstd2,
-                p_mean3=a.mean3,
-                p_rstd3=a.rstd3,
-                p_grad_sum=grad_sum,
-                p_grad_z=grad_z,
-                p_affine=affine,
-                plane=affine[0].numel(),
-                **sizes,
-            )
+    _BACKWARD_PLANS.run(a, a.groups, a.weight2.dtype, a.z.dtype, results=results)

@@ -33,7 +33,7 @@ from .common import (
     take_verdict,
     unpack_verdict,
 )
-from .config import JUDGE_CONFIG, MAX_REGISTERS, picard_config, picard_registers, programs_per_sample, sums_registers
+from .config import JUDGE_CONFIG, picard_config, picard_registers, programs_per_sample, sums_registers
 from .launch import MONITOR, Plan, Plans
 
 
@@ -221,35 +221,38 @@ def _picard_verdict_kernel(p_verdict, p_status, p_numbers, S):
     take_verdict(p_verdict, p_status, p_to, i_b)
 
 
-def _plan(a: Any, hold: bool, last: bool) -> Plan:
-    batch, size = a.z.shape
-    if batch == 0:
-        return Plan(a)
-    config = picard_config(size, a.z.dtype)
-    programs = programs_per_sample(batch, size, a.z.device)
-    whole = programs == 1
-    options = {"enable_fp_fusion": False, "maxnreg": picard_registers(a.z.dtype, whole)}
-    columns = {"D": size, "BLK": config.block, "num_warps": config.num_warps, **options}
-    step = {"hold": 1, "damping": 1.0} if hold else {"hold": 0}
-    decision = {"B": batch, "last": int(last)}
-    if whole:
+def _plan(a: Any, half: str, hold: bool, last: bool) -> Plan:
+    (batch, size), dtype = a.z.shape, a.z.dtype
+    config, programs = picard_config(size, dtype), programs_per_sample(batch, size, a.z.device)
+    is_whole = programs == 1 and not half
+    given: dict[str, Any] = {"B": batch, "D": size, "S": programs, "BLK": config.block, "last": int(last)}
+    given |= {"hold": 1, "damping": 1.0} if hold else {"hold": 0}
+    given |= {"num_warps": config.num_warps, "maxnreg": picard_registers(dtype, is_whole)}
+    if is_whole:
         plan = Plan(a)
-        plan.add(_picard_kernel, (batch,), ON_CHIP=size <= config.block, **decision, **step, **columns)
+        plan.add(_picard_kernel, (batch,), ON_CHIP=size <= config.block, **given)
         return plan
-    plan = Plan(a, p_numbers=(batch, number_of("end"), programs))
-    plan.add(_picard_sums_kernel, (batch, programs), S=programs, **{**columns, "maxnreg": sums_registers(a.z.dtype)})
-    judge = {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
-    plan.add(_picard_judge_kernel, (batch,), S=programs, **decision, **judge, **options)
-    plan.add(_picard_step_kernel, (batch, programs), S=programs, **step, **columns)
+    of_sample = given | {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
+    plan = Plan(a, p_numbers=(batch, number_of("end"), programs), **{"p_status": (batch,)} if half == "apply" else {})
+    if half == "apply":
+        plan.add(_picard_verdict_kernel, (batch,), **of_sample)
+    else:
+        sums = given | {"maxnreg": sums_registers(dtype)} | ({"maximum": 0} if half else {})
+        plan.add(_picard_sums_kernel, (batch, programs), **sums)
+        plan.add(_picard_totals_kernel if half else _picard_judge_kernel, (batch,), **of_sample)
+    if half != "sums":
+        plan.add(_picard_step_kernel, (batch, programs), **given)
     return plan
 
 
 _PLANS = Plans(_plan, ("z", "fz", *MONITOR))
+_SUMS_PLANS = Plans(_plan, ("z", "fz", "status", "sums"))
+_APPLY_PLANS = Plans(_plan, ("z", "fz", "best", "verdict"))
 
 
 def run(a: Any, hold: bool) -> None:
     """The step of `a`, or only the judgement if `hold`."""
-    _PLANS.run(a, hold, a.last)
+    _PLANS.run(a, "", hold, a.last)
 
 
 def picard_step(a: Any) -> None:
@@ -257,34 +260,11 @@ def picard_step(a: Any) -> None:
     run(a, hold=a.last)
 
 
-def _plan_half(a: Any, sums: bool) -> Plan:
-    batch, size = a.z.shape
-    config, programs = picard_config(size, a.z.dtype), programs_per_sample(batch, size, a.z.device)
-    sweep = {"D": size, "S": programs, "BLK": config.block, "num_warps": config.num_warps}
-    numbers = (batch, number_of("end"), programs)
-    judge = {"S": programs, "BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
-    if sums:
-        plan = Plan(a, p_numbers=numbers)
-        plan.add(_picard_sums_kernel, (batch, programs), maximum=0, **sweep, maxnreg=sums_registers(a.z.dtype))
-        plan.add(_picard_totals_kernel, (batch,), **judge)
-    else:
-        plan = Plan(a, p_numbers=numbers, p_status=(batch,))
-        plan.add(_picard_verdict_kernel, (batch,), **judge)
-        plan.add(_picard_step_kernel, (batch, programs), hold=0, **sweep, maxnreg=MAX_REGISTERS)
-    return plan
-
-
-_SUMS_PLANS = Plans(_plan_half, ("z", "fz", "status", "sums"))
-_APPLY_PLANS = Plans(_plan_half, ("z", "fz", "best", "verdict"))
-
-
 def picard_sums(a: Any) -> None:
     """|f(z) - z|^2 and |f(z)|^2 of every running row."""
-    if len(a.z):
-        _SUMS_PLANS.run(a, True)
+    _SUMS_PLANS.run(a, "sums", False, False)
 
 
 def picard_apply(a: Any) -> None:
     """The step, by the verdicts."""
-    if len(a.z):
-        _APPLY_PLANS.run(a, False)
+    _APPLY_PLANS.run(a, "apply", False, False)
