@@ -743,25 +743,25 @@ def _plan(a: Any, half: str, n: int, new: int, method: int, history: int, histor
     given: dict[str, Any] = {"B": batch, "D": size, "M": history, "W": width, "S": programs, "n": n, "new": new}
     given |= {"newest": (new - 1) % history, "METHOD": method, "MP": padded, "SHARED": is_shared, "SOLVE": is_inline}
     given |= {"p_iterations": None} if half else {}
-    of_sample = given | {"BLK": JUDGE_CONFIG.block, "num_warps": 1, "maxnreg": MAX_REGISTERS}
+    per_sample = given | {"BLK": JUDGE_CONFIG.block, "num_warps": 1, "maxnreg": MAX_REGISTERS}
 
     def sweep(held: float) -> dict[str, Any]:
         return given | sweep_config(size, pairs, held, a.z.dtype, history_dtype).arguments()
 
     if half == "apply":
-        plan.add(_multisecant_enter_kernel, (batch,), **of_sample)
+        plan.add(_multisecant_enter_kernel, (batch,), **per_sample)
     elif n:
         left = sweep(3 if takes_row(method) else 2) | (UNJUDGED if half else {})
         plan.add(_multisecant_left_kernel, (batch, programs), **left)
         if is_shared:
-            plan.add(_multisecant_totals_kernel if half else _multisecant_judge_kernel, (batch,), **of_sample)
+            plan.add(_multisecant_totals_kernel if half else _multisecant_judge_kernel, (batch,), **per_sample)
     if half == "sums":
         return plan
     if n and not is_inline:
         plan.add(_multisecant_solve_kernel, (batch,), **given, num_warps=1)
     plan.add(_multisecant_right_kernel, (batch, programs), **sweep(1.5))
     if n and is_shared and holds_steps(method):
-        plan.add(_multisecant_row_kernel, (batch,), **of_sample)
+        plan.add(_multisecant_row_kernel, (batch,), **per_sample)
     return plan
 
 

@@ -232,14 +232,14 @@ def _plan(a: Any, half: str, hold: bool, last: bool) -> Plan:
         plan = Plan(a)
         plan.add(_picard_kernel, (batch,), ON_CHIP=size <= config.block, **given)
         return plan
-    of_sample = given | {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
+    per_sample = given | {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
     plan = Plan(a, p_numbers=(batch, number_of("end"), programs), **{"p_status": (batch,)} if half == "apply" else {})
     if half == "apply":
-        plan.add(_picard_verdict_kernel, (batch,), **of_sample)
+        plan.add(_picard_verdict_kernel, (batch,), **per_sample)
     else:
         sums = given | {"maxnreg": sums_registers(dtype)} | ({"maximum": 0} if half else {})
         plan.add(_picard_sums_kernel, (batch, programs), **sums)
-        plan.add(_picard_totals_kernel if half else _picard_judge_kernel, (batch,), **of_sample)
+        plan.add(_picard_totals_kernel if half else _picard_judge_kernel, (batch,), **per_sample)
     if half != "sums":
         plan.add(_picard_step_kernel, (batch, programs), **given)
     return plan
