@@ -482,7 +482,7 @@ class TestASolverAsAFunction:
         layer = get_deq()
         layer.f_solver = halved
         layer.f_solver = torchdeq.get_solver("broyden")
-        assert layer.f_solver == "broyden" and layer.function is None
+        assert layer.f_solver == "broyden" and not layer.theirs
         layer.b_solver = torchdeq.get_solver("anderson")
         assert layer.b_solver == "anderson"
         layer.f_solver = module = nn.Identity()  # which torch would register

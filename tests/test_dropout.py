@@ -66,7 +66,7 @@ def test_a_call_has_one_mask_as_a_constant_and_the_next_call_another(adjoint):
         assert_close(found, torch.autograd.grad(plain(x).square().sum(), tensors), GRADIENT)
         masks.append(mask)
     assert not torch.equal(*masks)
-    assert not block.cell.drop._of_thread.solves
+    assert not block.cell.drop._local.solves
 
 
 def test_outside_of_a_solve_each_call_draws_and_keeps_the_expectation():
@@ -126,7 +126,7 @@ def test_a_solve_that_fails_leaves_nothing_behind(refused):
     x[:, 0] = torch.linspace(0, 0.45, 8)
     with pytest.raises(RuntimeError, match="does not fit"):
         block(x)
-    assert not drop._of_thread.solves and not torch.equal(drop(x), drop(x))
+    assert not drop._local.solves and not torch.equal(drop(x), drop(x))
 
 
 def test_blocks_that_share_a_module_and_blocks_in_cells():
