@@ -24,11 +24,11 @@ def rtol_on(device, dtype):
     return GPU_RTOL if device == "cuda" and dtype != torch.float64 else EXACT_RTOL
 
 
-def assert_alike(found, expected):
+def assert_alike(result, expected):
     """Equal results, up to the order of the sums in a library's products."""
-    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
-        is_number = isinstance(other, float)
-        assert one == (pytest.approx(other, rel=EXACT_RTOL, abs=EXACT_RTOL, nan_ok=True) if is_number else other)
+    for ours, theirs in zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True):
+        is_number = isinstance(theirs, float)
+        assert ours == (pytest.approx(theirs, rel=EXACT_RTOL, abs=EXACT_RTOL, nan_ok=True) if is_number else theirs)
 
 
 def make_samples(rows, columns, classes, noise=0.3, offset=0.0, dtype=torch.float32, seed=0):
