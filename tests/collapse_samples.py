@@ -54,7 +54,7 @@ def class_means(features, labels):
     return torch.stack([features[labels == k].mean(0) for k in labels.unique()])
 
 
-def naive(features, labels, center="class-means", pinv_rtol=PINV_RTOL):
+def naive(features, labels, center="class-means"):
     """NC1 and the rank of Sigma_B as the paper defines them, D x D pseudo-inverse in float64."""
     features, labels = features.double().cpu(), labels.cpu()
     means = class_means(features, labels)
@@ -62,8 +62,8 @@ def naive(features, labels, center="class-means", pinv_rtol=PINV_RTOL):
     between = means - (means.mean(0) if center == "class-means" else features.mean(0))
     sigma_w = deviations.T @ deviations / len(features)
     sigma_b = between.T @ between / len(means)
-    nc1 = torch.trace(sigma_w @ torch.linalg.pinv(sigma_b, hermitian=True, rtol=pinv_rtol)) / len(means)
-    return nc1.item(), int(torch.linalg.matrix_rank(sigma_b, hermitian=True, rtol=pinv_rtol))
+    nc1 = torch.trace(sigma_w @ torch.linalg.pinv(sigma_b, hermitian=True, rtol=PINV_RTOL)) / len(means)
+    return nc1.item(), int(torch.linalg.matrix_rank(sigma_b, hermitian=True, rtol=PINV_RTOL))
 
 
 def naive_simplex(means, scale):

@@ -22,17 +22,21 @@ def assert_fields(result, expected):
 
 
 @every_convention
-@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("classes", [2, 5, 100])
 def test_the_simplex_is_collapsed(convention, classes):
     """Off-centre means and the bias that makes up for them, except in the convention that does not centre."""
-    vertices, labels = simplex_vertices(classes, 7), torch.arange(4 * classes) % classes
-    offset = torch.zeros(7, **DOUBLE) if convention == "sun" else torch.linspace(-1, 2, 7, **DOUBLE)
+    vertices, labels = simplex_vertices(classes, 120), torch.arange(4 * classes) % classes
+    offset = torch.zeros(120, **DOUBLE) if convention == "sun" else torch.linspace(-1, 2, 120, **DOUBLE)
     weight = 3 * vertices
     result = neural_collapse(
         (vertices + offset)[labels], labels, weight, classifier_bias=-weight @ offset, convention=convention
     )
     agree = {"papyan": 0, "zhu": 0}.get(convention, 1)
-    assert_fields(result, {"nc1": 0, "nc2": 0, "nc3": 0, "nc3_centered": 0, "nc4": agree, "rank": classes - 1})
+    assert_fields(
+        result, {"nc1": 0, "nc2": 0, "nc3": 0, "nc3_centered": 0, "nc4": agree, "rank": classes - 1, "condition": 1}
+    )
+    if convention == "sun":
+        assert result.nc2_paper == pytest.approx(1 - 1 / math.sqrt(classes - 1), abs=ROUNDING)
     assert result.convention == convention
     if convention == "papyan":
         assert max(*result.nc2_means, *result.nc2_classifier) < ROUNDING
