@@ -322,37 +322,6 @@ def test_bfloat16_autocast(adjoint):
     assert not torch.equal(gradients[1][0], gradients[0][0])
 
 
-learned = nn.Bilinear(4, 3, 4)
-learned.initial_state = nn.Parameter(torch.zeros(4))
-WITHOUT_START = torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0
-
-
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            ({"cell": None}, TypeError, "cell must be a module or another function .* got None"),
-            ({"cell": FCCell}, TypeError, "cell must be .* got <class .*FCCell"),
-            ({"init": 0.0}, TypeError, "init must be callable, got 0.0"),
-            ({"cell": learned}, TypeError, "initial_state of the cell must be a method of x, got Parameter"),
-            *[({"x": x}, ValueError, r"x is not .* Pass z0 .*init=.*initial_state\(x\)") for x in WITHOUT_START],
-        ],
-    )
-    def test_arguments(self, arguments, error, message):
-        x = arguments.pop("x", torch.ones(2, 3))
-        with pytest.raises(error, match=message):
-            DEQBlock(**{"cell": halve, **arguments})(x)
-
-    @every_adjoint
-    def test_those_of_a_solve(self, adjoint):
-        with pytest.raises(ValueError, match=r"f must return the shape of its argument, \(2, 3\), got \(2, 2\)"):
-            DEQBlock(lambda z, x: x[:, :2], adjoint=adjoint)(torch.ones(2, 3))
-        with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
-            DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 1), z0=torch.tensor([[0.0], [torch.nan]]))
-        with pytest.raises(ValueError, match="z0 must hold at least one tensor, got an empty structure"):
-            DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 1), z0={})
-
-
 class Swapping(nn.Module):
     """A cell of two tensors, whose value has its keys in another order than z."""
 

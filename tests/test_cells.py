@@ -68,55 +68,6 @@ def test_residual_cell():
     assert cell.conv1.bias is None and cell.conv2.bias is None
 
 
-BAD_ARGUMENTS = [
-    (LinearCell, {"features": 0}, ValueError, "features must be at least 1, got 0"),
-    (LinearCell, {"features": 2.0}, TypeError, "features must be an integer, got 2.0"),
-    (FCCell, {"in_features": 0, "features": 3}, ValueError, "in_features must be at least 1, got 0"),
-    (FCCell, {"in_features": 3, "features": "8"}, TypeError, "features must be an integer, got '8'"),
-    (FCCell, {"in_features": 3, "features": 3, "activation": "sine"}, ValueError, "activation must be .*, got 'sine'"),
-    (FCCell, {"in_features": 3, "features": 3, "activation": torch.tanh}, ValueError, "activation must be one of"),
-    (ResidualCell, {"channels": 0}, ValueError, "channels must be at least 1, got 0"),
-    (ResidualCell, {"channels": 8, "groups": 0}, ValueError, "groups must be at least 1, got 0"),
-    (ResidualCell, {"channels": 8, "groups": 3}, ValueError, r"groups must divide channels \(8\), got 3"),
-    (partial(MonotoneCell, 3), {"features": 0}, ValueError, "features must be at least 1, got 0"),
-    (partial(MonotoneCell, features=4), {"in_features": 2.0}, TypeError, "in_features must be an integer, got 2.0"),
-    (partial(MonotoneCell, 3, 4), {"splitting": "douglas"}, ValueError, "one of 'peaceman-rachford', 'forward-back"),
-    (partial(MonotoneCell, 3, 4), {"activation": "tanh"}, ValueError, "must be one of 'relu', 'identity', got 'tanh'"),
-    (partial(MonotoneCell, 3, 4), {"margin": 0}, ValueError, "margin must be finite and greater than 0, got 0"),
-    (partial(MonotoneCell, 3, 4), {"alpha": -1.0}, ValueError, "alpha must be finite and greater than 0, got -1.0"),
-    (partial(SubhomogeneousCell, 3), {"features": True}, TypeError, "features must be an integer, got True"),
-    (partial(SubhomogeneousCell, 3, 4), {"kernel_size": 2}, ValueError, "kernel_size must be odd, got 2"),
-    (partial(SubhomogeneousCell, 3, 4), {"kernel_size": (3, 3)}, TypeError, "kernel_size must be an integer, got"),
-    (partial(SubhomogeneousCell, 3, 4), {"degree": 0}, ValueError, "degree must be finite and greater than 0, got 0"),
-    (partial(SubhomogeneousCell, 3, 4), {"degree": 1.0}, ValueError, "degree must be less than 1, got 1.0"),
-]
-
-
-@pytest.mark.parametrize(("cell", "arguments", "error", "message"), BAD_ARGUMENTS)
-def test_bad_arguments_are_named(cell, arguments, error, message):
-    with pytest.raises(error, match=message):
-        cell(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("cell", "z", "x", "message"),
-    [
-        (LinearCell(4), (2, 4), (2, 5), r"x must have shape \(B, 4\), got \(2, 5\)"),
-        (LinearCell(4), (2, 4), (2, 1, 4), r"x must have shape \(B, 4\), got \(2, 1, 4\)"),
-        (FCCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
-        (ResidualCell(8), (2, 8, 4, 4), (2, 4, 4, 4), r"x must have shape \(B, 8, H, W\), got \(2, 4, 4, 4\)"),
-        (ResidualCell(8), (2, 8, 4, 4), (8, 4, 4), r"x must have shape \(B, 8, H, W\), got \(8, 4, 4\)"),
-        (MonotoneCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
-        (MonotoneCell(3, 4, "forward-backward"), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
-        (SubhomogeneousCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
-        (SubhomogeneousCell(3, 4, 3), (2, 4, 5, 5), (2, 3), r"x must have shape \(B, 3, H, W\), got \(2, 3\)"),
-    ],
-)
-def test_an_injection_of_another_shape_is_named(cell, z, x, message):
-    with pytest.raises(ValueError, match=message):
-        cell(torch.zeros(z), torch.zeros(x))
-
-
 @pytest.mark.parametrize(
     "cell",
     [

@@ -1,7 +1,6 @@
 """find_fixed_points: every point once, with its eigenvalues, in known and in random problems."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -76,23 +75,6 @@ def test_without_eigenvalues_stability_is_refused():
     assert found.eigenvalues is None and repr(found).startswith("FixedPoints(3 points, ")
     with pytest.raises(ValueError, match="eigenvalues=True"):
         _ = found.stable
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ({"distance": 0.0}, ValueError, "distance must be finite and greater than 0"),
-        ({"starts": torch.zeros(3, 2, dtype=torch.int64)}, TypeError, "starts must be a float32 or float64 tensor"),
-        ({"starts": torch.zeros(3, 2, dtype=torch.bfloat16)}, TypeError, "got torch.bfloat16 of shape (3, 2)"),
-        ({"starts": torch.tensor(1.0)}, TypeError, "got torch.float32 of shape ()"),
-        ({"starts": torch.tensor([[torch.nan], [1.0]])}, ValueError, "z0 must be finite"),
-        ({"starts": [[1.0]]}, TypeError, "got [[1.0]]"),
-        ({"solver": "newton"}, ValueError, "solver must be"),
-    ],
-)
-def test_bad_arguments_are_named(given, error, said):
-    with pytest.raises(error, match=re.escape(said)):
-        deqfast.find_fixed_points(cubic, **{"starts": grid(1)} | given)
 
 
 def decays(kind, width, dtype):

@@ -62,18 +62,6 @@ def test_trees_transforms_and_second_derivatives():
     assert_close(second, -6 * z / (3 * z**2 + 1) ** 3, GRADIENT)
 
 
-def test_a_sign_that_is_none():
-    with pytest.raises(ValueError, match="sign must be 1, -1 or None, got 2"):
-        deqfast.root(cubic, torch.zeros(1, 1), torch.ones(1, 1), sign=2)
-
-
-@pytest.mark.parametrize("sign", [None, 1])
-def test_a_value_of_another_shape_is_refused(sign):
-    """A sum with z would broadcast it."""
-    with pytest.raises(ValueError, match=r"f must return the shape of its argument, \(2, 3\), got \(2, 1\)"):
-        deqfast.root(lambda z: z[:, :1], torch.ones(2, 3), sign=sign)
-
-
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 @pytest.mark.parametrize("width", [1, 3])
 def test_the_value_is_matched_by_its_keys(kind, width):

@@ -280,54 +280,6 @@ class TestBuffers:
         assert solution.evaluations == looked(1, device)
 
 
-class TestErrors:
-    Z0 = torch.zeros(4, 3)
-
-    @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            ({"f": 3}, TypeError, "f must be callable, got 3"),
-            ({"z0": 3}, TypeError, "z0 must hold floating-point or complex tensors only, got int"),
-            ({"z0": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "got torch.int64"),
-            ({"z0": ()}, ValueError, "z0 must hold at least one tensor, got an empty structure"),
-            ({"z0": torch.tensor(1.0)}, ValueError, "z0 must have the batch as its first dimension"),
-            ({"z0": torch.zeros(4, 3).to_sparse()}, TypeError, "z0 must be dense, .* got torch.sparse_coo"),
-            ({"z0": torch.nested.nested_tensor([Z0, Z0[1:]], layout=torch.jagged)}, TypeError, "got a nested tensor"),
-            ({"z0": (Z0, Z0[1:])}, ValueError, r"one batch size .*\(4, 3\) on cpu, \(3, 3\) on"),
-            ({"kernel": "gpu"}, ValueError, "kernel must be one of 'auto', 'triton', .*, got 'gpu'"),
-            ({"z0": Z0.to("meta")}, ValueError, "z0 must hold values, .* got tensors on the device meta"),
-        ],
-    )
-    def test_arguments(self, arguments, error, message):
-        with pytest.raises(error, match=message):
-            solve(**{"f": lambda z: z, "z0": self.Z0, **arguments})
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_a_start_that_is_not_finite_names_its_rows(self, bad):
-        z0 = self.Z0.clone()
-        z0[1, 0] = z0[3, 2] = bad
-        with pytest.raises(ValueError, match=r"z0 must be finite; it is not in 2 of 4 rows: 1, 3$"):
-            solve(lambda z: z, z0)
-        with pytest.raises(ValueError, match=r"not in 20 of 20 rows: 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.$"):
-            solve(lambda z: z, (torch.zeros(20, 1), torch.full((20, 2), bad)))
-
-    @pytest.mark.parametrize(
-        ("value", "message"),
-        [
-            (torch.zeros(4, 2), r"f must return the shape of its argument, \(4, 3\), got \(4, 2\)"),
-            (torch.zeros(3, 3), r"\(4, 3\), got \(3, 3\)"),
-            (torch.zeros(4, 3, 1), r"\(4, 3\), got \(4, 3, 1\)"),
-            ((torch.zeros(4, 3),), r"f must return a tensor of shape \(4, 3\), got tuple"),
-            (3.0, r"\(4, 3\), got float"),
-        ],
-    )
-    def test_values_of_another_shape(self, value, message):
-        with pytest.raises(ValueError, match=message):
-            solve(lambda z: value, self.Z0)
-        with pytest.raises(ValueError, match=r"\[\(4, 3\), \(4, 1\)\], got \[\(4, 3\), \(4, 2\)\]"):
-            solve(lambda z: (torch.zeros(4, 3), torch.zeros(4, 2)), (self.Z0, torch.zeros(4, 1)))
-
-
 class TestKernels:
     def test_an_absent_extension_raises_with_its_reason(self, monkeypatch):
         monkeypatch.setattr(_extension, "cpp_module", None)
