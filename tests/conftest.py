@@ -152,11 +152,9 @@ class Implementation:
     def __init__(self, name: str, device: str):
         self.name, self.device = name, device
 
-    def op(self, op: str, source: str | None = None):
-        """Return the op; `source` is the stem of its CUDA source if that is not the name of the op."""
+    def op(self, op: str):
         if self.name == "emulated":
-            emulate.load(source or op)
-            return getattr(torch.ops.deqfast_emulated, op)
+            return emulate.op(op)
         return getattr(torch.ops.deqfast, f"{op}_triton" if self.name == "triton" else op)
 
 

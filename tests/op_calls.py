@@ -15,6 +15,7 @@ from deqfast.kernels.constants import ADVANCES, IMPROVED
 from hypothesis import HealthCheck, settings
 from interpreter import INTERPRETED
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deqfast.ops.fc import reference
 from deqfast.ops.steps.loops import PARTS
@@ -27,14 +28,6 @@ examples = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-SOURCES = {  # stems of the CUDA sources that are not named as their op
-    "norm_act_backward": "norm_act",
-    "norm_act_residual_backward": "norm_act_residual",
-    "class_means": "neural_collapse",
-    "within_class_scatter": "neural_collapse",
-    **{f"{step}_{half}": f"{step}_step" for step in ("picard", "multisecant") for half in ("sums", "apply")},
-    "multisecant_transposed": "multisecant_step",
-}
 STEPS: dict[str, Case] = {
     "picard_step": Case(None, size=16, k=1, damping=0.7),
     "multisecant_step": Case("good", size=16, k=2),
@@ -118,6 +111,18 @@ def in_loop(op: str, tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:
     joined["counts"] = torch.cat([torch.tensor([k], dtype=torch.int32), joined["counts"]])
     history = [tensors[name] for name in parts.history]
     return {**joined, "status": tensors["status"], "history": torch.stack(history) if history else torch.empty(0)}
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are called within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def unaligned(tensor: Tensor) -> Tensor:

@@ -74,10 +74,9 @@ def test_the_bits_are_those_of_the_ordinary_solve(solver):
     for batch in (5, 0, 63) if solver == Broyden(1e-5, 30) else (777,):
         x = torch.randn(batch, 3)
         x[1:2] = float("nan")  # spoils no other sample
-        found, expected = (block(x, torch.zeros_like(x), return_solution=True) for block in (compiled, ordinary))
-        assert torch.equal(found[0], expected[0])
-        assert_same_solution(found[1], expected[1])
-    assert (found[1].status == Status.NONFINITE).sum() == 1
+        solutions = [block(x, torch.zeros_like(x), return_solution=True)[1] for block in (compiled, ordinary)]
+        assert_same_solution(*solutions)
+    assert (solutions[0].status == Status.NONFINITE).sum() == 1
 
 
 def test_one_block_serves_more_batch_sizes_shapes_and_settings_than_torch_compiles_a_function_for():
@@ -120,10 +119,11 @@ def allowed(cell, x, tol=TOL, derivatives=1):
     return after_solve(tol + floor, amplification(lambda z: block.cell(z, x), z), derivatives)
 
 
-def assert_same_gradients(cell, x):
-    """Assert that the compiled block has the gradients of the ordinary one; return it."""
-    ordinary, compiled = both(cell, SOLVER, "implicit")
-    assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x))
+def assert_same_gradients(cell, *inputs, adjoint="implicit", tol=TOL):
+    """Assert that the compiled block has the gradients of the ordinary one, for each input; return it."""
+    ordinary, compiled = both(cell, SOLVER, adjoint)
+    for x in inputs:
+        assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x, tol))
     return compiled
 
 
@@ -188,16 +188,15 @@ class TestGradients:
         x = torch.randn(shape)
         x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
         block = assert_same_gradients(cell(), x)
-        found, expected = (torch.utils._pytree.tree_leaves(each(x)) for each in (block, DEQBlock(block.cell, SOLVER)))
-        for a, b in zip(found, expected, strict=True):
+        values = (torch.utils._pytree.tree_leaves(each(x)) for each in (block, DEQBlock(block.cell, SOLVER)))
+        for a, b in zip(*values, strict=True):
             assert_close(a.double(), b.double(), allowed(block.cell, x, derivatives=0))
             assert (a.dtype, a.stride()) == (b.dtype, b.stride())
 
     def test_the_inverse_of_the_history(self):
         """In float64: its pairs are differences of iterates, which lose the digits of the tolerance."""
         cell, x = Linear(nn.utils.parametrizations.orthogonal).double(), torch.randn(4, 3, dtype=torch.float64)
-        ordinary, compiled = both(cell, SOLVER, "shine")
-        assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x, lost(torch.float64, TOL)))
+        assert_same_gradients(cell, x, adjoint="shine", tol=lost(torch.float64, TOL))
 
     @pytest.mark.tier("fast")
     @pytest.mark.parametrize(
@@ -219,9 +218,9 @@ class TestGradients:
                 assert backward.converged.all() and backward.evaluations > 2 and backward.value.shape == (batch, 3)
         x = torch.randn(4, 3)
         x[1] = float("nan")  # spoils no other sample
-        found = gradients(compiled, x)
-        assert all(torch.isfinite(grad).all() for grad in found)
-        assert_close(found, gradients(ordinary, x), allowed(ordinary.cell, x[[0, 2, 3]]))
+        grads = gradients(compiled, x)
+        assert all(torch.isfinite(grad).all() for grad in grads)
+        assert_close(grads, gradients(ordinary, x), allowed(ordinary.cell, x[[0, 2, 3]]))
 
     @pytest.mark.parametrize(
         ("cell", "sample", "batches"),
@@ -229,10 +228,7 @@ class TestGradients:
         ids=["pool", "attention"],
     )
     def test_formulas_of_sizes_at_many_batches(self, cell, sample, batches):
-        ordinary, compiled = both(cell, SOLVER, "implicit")
-        for batch in batches:
-            x = torch.randn(batch, *sample)
-            assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x))
+        assert_same_gradients(cell, *(torch.randn(batch, *sample) for batch in batches))
 
     def test_hooks_that_come_later_and_nothing_kept(self):
         cell, x = Linear(), torch.randn(2, 3)
@@ -257,21 +253,12 @@ class TestGradients:
         x = torch.randn(shape)
         ordinary, compiled = both(cell, Anderson(1e-3, 30), Implicit(Anderson(1e-3, 30)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found, plain = gradients(compiled, x), gradients(ordinary, x)
+            grads, plain = gradients(compiled, x), gradients(ordinary, x)
         tight = Broyden(1e-10, 60)
         exact = gradients(DEQBlock(copy.deepcopy(cell).double(), tight, Implicit(tight)), x.double())
         units = 4 * torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
-        for values in zip(found, plain, exact, strict=True):
+        for values in zip(grads, plain, exact, strict=True):
             assert_accurate(*values, units=units)
-
-    def test_weights_of_the_moment_by_few_codes(self):
-        ordinary, compiled = both(Linear(), SOLVER, "implicit")
-        with at_most(7):  # cell and product, each for one batch and for any; loops: forward as many, backward one more
-            for size in (2, 4, 6, 7, 9):
-                x = torch.randn(size, 3)
-                assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(ordinary.cell, x))
-                with torch.no_grad():
-                    compiled.cell.linear.weight.mul_(0.9)
 
     def test_weights_that_change_before_the_backward_pass(self):
         block = DEQBlock(Linear(), Broyden(), "implicit", compile=True)
@@ -301,18 +288,28 @@ class TestGradients:
         assert_close(torch.autograd.grad(value.sum(), x)[0], torch.full((2, 3), 2.0), after_solve(TOL, 2))
 
 
-@pytest.mark.parametrize(("kind", "codes"), [({}, 1), ({"parametrisation": nn.utils.parametrizations.orthogonal}, 2)])
-def test_training_and_evaluation_run_few_codes_with_the_weights_of_the_moment(kind, codes):
-    cell, x = Linear(**kind), torch.randn(4, 3)
-    ordinary, compiled = both(cell, SOLVER)
+@pytest.mark.parametrize(
+    ("parametrisation", "adjoint", "sizes", "codes"),
+    [
+        (lambda layer: layer, "jfb", (4, 4, 4), 1),
+        (nn.utils.parametrizations.orthogonal, "jfb", (4, 4, 4), 2),
+        # Cell and product, each for one batch and for any; loops: forward as many, backward one more.
+        (lambda layer: layer, "implicit", (2, 4, 6, 7, 9), 7),
+    ],
+    ids=["plain", "orthogonal", "implicit"],
+)
+def test_training_and_evaluation_run_few_codes_with_the_weights_of_the_moment(parametrisation, adjoint, sizes, codes):
+    cell = Linear(parametrisation)
+    ordinary, compiled = both(cell, SOLVER, adjoint)
     optimizer = torch.optim.SGD(cell.parameters(), lr=0.5)
     with at_most(codes):
-        for _ in range(3):
-            before = [parameter.detach().clone() for parameter in cell.parameters()]
+        for size in sizes:
+            x, before = torch.randn(size, 3), next(cell.parameters()).detach().clone()
+            assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x))
             optimizer.zero_grad()
-            compiled(x.clone().requires_grad_()).square().sum().backward()
+            compiled(x).square().sum().backward()
             optimizer.step()
-            assert not torch.equal(before[0], next(cell.parameters()))
+            assert not torch.equal(before, next(cell.parameters()))
             with torch.no_grad():
                 assert_close(compiled(x), ordinary(x), allowed(cell, x, derivatives=0))
 
@@ -335,11 +332,11 @@ def test_what_changes_before_a_solve_reaches_the_compiled_code():
     with torch._dynamo.config.patch(recompile_limit=1):  # which more values than that outlive
         for compiled.cell.temperature in (1.0, 0.9):
             x, state = torch.randn(4, 3), torch.get_rng_state()
-            found = compiled(x)
+            value = compiled(x)
             torch.set_rng_state(state)
             expected = ordinary(x)
             condition = amplification(lambda z, x=x: ordinary.cell(z, x), expected)
-            assert_close(found, expected, after_solve(TOL + rounding(torch.float32), condition))
+            assert_close(value, expected, after_solve(TOL + rounding(torch.float32), condition))
     assert_close(compiled.eval()(x), ordinary(x), allowed(ordinary.cell, x, derivatives=0))
 
 
@@ -352,8 +349,8 @@ def test_settings_of_torch(where):
     with torch._inductor.config.patch(freezing=True) if frozen else torch.device("meta"), torch.no_grad():
         compiled(x)
         compiled.cell.linear.weight.mul_(0.5)
-        found, expected = compiled(x), ordinary(x)
-    assert_close(found, expected, allowed(ordinary.cell, x, derivatives=0))
+        value, expected = compiled(x), ordinary(x)
+    assert_close(value, expected, allowed(ordinary.cell, x, derivatives=0))
 
 
 @torch.library.custom_op("deqfast_tests::below_seven", mutates_args=())

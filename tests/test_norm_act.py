@@ -39,10 +39,6 @@ every_layout = pytest.mark.parametrize(  # the kernels of a GPU take one
 fused_kernels = pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
 
 
-def op_of(op: str, implementation):
-    return implementation.op(op, source=op.removesuffix("_backward"))
-
-
 def supports(kernel: str, memory_format: str) -> bool:
     return kernel == "cpp" or memory_format == "channels_last"
 
@@ -78,28 +74,28 @@ class TestKernels:
     @every_layout
     def test_accuracy(self, implementation, memory_format, shape, groups, dtypes, op):
         case = NormCase(op, shape, groups, dtypes, FORMATS[memory_format])
-        check_norm(op_of(op, implementation), case, implementation.device)
+        check_norm(implementation.op(op), case, implementation.device)
 
     @every_op
     @pytest.mark.parametrize(("shape", "groups"), LARGE_SHAPES)
     def test_large_groups(self, shape, groups, op, implementation):
-        check_norm(op_of(op, implementation), NormCase(op, shape, groups), implementation.device)
+        check_norm(implementation.op(op), NormCase(op, shape, groups), implementation.device)
 
     @pytest.mark.parametrize("implementation", ["cuda", "emulated"], indirect=True)
     @every_op
     @every_dtype
     @pytest.mark.parametrize(("shape", "groups"), HELD_SHAPES)
     def test_groups_that_threads_hold(self, shape, groups, dtypes, op, implementation):
-        check_norm(op_of(op, implementation), NormCase(op, shape, groups, dtypes), implementation.device)
+        check_norm(implementation.op(op), NormCase(op, shape, groups, dtypes), implementation.device)
 
     @every_op
     def test_a_large_mean_costs_no_digits(self, op, implementation):
-        check_norm(op_of(op, implementation), NormCase(op, offset=3000.0), implementation.device)
+        check_norm(implementation.op(op), NormCase(op, offset=3000.0), implementation.device)
 
     @every_op
     def test_an_empty_batch(self, op, implementation):
         arguments = NormCase(op, shape=(0, 16, 3, 5)).arguments(implementation.device)
-        for result in op_of(op, implementation)(*arguments.values()):
+        for result in implementation.op(op)(*arguments.values()):
             assert 0 in result.shape
 
     @fused_kernels
@@ -118,14 +114,14 @@ class TestKernels:
         if implementation.name == "triton" and INTERPRETED and groups == 8:
             pytest.skip("the interpreter is slow")
         arguments = NormCase(op, shape, groups, memory_format=FORMATS[memory_format]).arguments(implementation.device)
-        check_bits(op_of(op, implementation), [*arguments.values()], implementation, set_threads, batch=3)
+        check_bits(implementation.op(op), [*arguments.values()], implementation, set_threads, batch=3)
 
     @every_op
     def test_nan_stays_in_its_group(self, op, implementation):
         arguments = NormCase(op, shape=(3, 16, 3, 5)).arguments(implementation.device)
-        healthy = op_of(op, implementation)(*arguments.values())
+        healthy = implementation.op(op)(*arguments.values())
         arguments["y"][1, 5, 0, 0] = torch.nan
-        broken = op_of(op, implementation)(*arguments.values())
+        broken = implementation.op(op)(*arguments.values())
         for a, b in zip(broken, healthy, strict=True):
             if len(a) != 3:  # per sample in dimension 1
                 a, b = a.transpose(0, 1), b.transpose(0, 1)

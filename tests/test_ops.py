@@ -6,12 +6,13 @@ import importlib
 from dataclasses import replace
 from itertools import product
 
+import emulate
 import pytest
 import torch
 from correctness import assert_close, rounding
 from correctness.norm_states import NORM_OPS
 from correctness.states import same_bits
-from op_calls import SHORT, SHORT_HISTORY, SOURCES, STEPS, good, in_loop, outcome, step_values, tensors, unaligned
+from op_calls import SHORT, SHORT_HISTORY, STEPS, good, in_loop, outcome, step_values, tensors, unaligned
 
 import deqfast
 from deqfast import _extension
@@ -30,10 +31,10 @@ every_op = pytest.mark.parametrize("op", OPS)
 
 
 def op_of(op: str, implementation):
-    on_cuda = OPS[op].triton is not None or op in SOURCES
+    on_cuda = op in emulate.sources()
     if not {"cpp": True, "triton": OPS[op].triton is not None}.get(implementation.name, on_cuda):
         pytest.skip(f"{implementation.name} has no {op}")
-    return implementation.op(op, SOURCES.get(op))
+    return implementation.op(op)
 
 
 class TestRegistration:
