@@ -172,6 +172,16 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     return Implementation(request.param, "cuda" if on_gpu else "cpu")
 
 
+@pytest.fixture
+def large_device() -> Iterator[None]:
+    """An emulated GPU on which several blocks share a long row."""
+    if emulate.COMPILER is not None:
+        emulate.set_device(processors=132, shared_memory=227 * 1024)
+    yield
+    if emulate.COMPILER is not None:
+        emulate.set_device(processors=4, shared_memory=99 * 1024)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Seed each test, so that its numbers do not depend on the tests before it, which differ between workers."""

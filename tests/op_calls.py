@@ -113,6 +113,18 @@ def in_loop(op: str, tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:
     return {**joined, "status": tensors["status"], "history": torch.stack(history) if history else torch.empty(0)}
 
 
+def share_rows(monkeypatch: Any, programs: int, block: int) -> None:
+    """Let several of Triton's programs share a row, in blocks of so few columns."""
+    from deqfast.kernels import multisecant_step, picard_step
+
+    for module, config in ((picard_step, "picard_config"), (multisecant_step, "sweep_config")):
+        made = getattr(module, config)
+        monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: programs)
+        for plans in (module._PLANS, module._SUMS_PLANS, module._APPLY_PLANS):
+            monkeypatch.setattr(plans, "_plans", {})
+        monkeypatch.setattr(module, config, lambda *a, made=made: replace(made(*a), block=block, num_warps=1))
+
+
 class Operations(TorchDispatchMode):
     """Names of the operations that are called within."""
 
@@ -123,6 +135,25 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+LOOPS = {step.replace("step", "loop"): step for step in STEPS}
+
+
+def good_loop(op: str, dtype: str = "fp32", evaluations: int = 0) -> dict[str, Any]:
+    """Valid arguments of a loop's beginning, step or end, see ``deqfast.ops.steps.loops``."""
+    if op in LOOPS:
+        given = good(LOOPS[op], dtype=dtype)
+        numbers = [float(number) for number in [*given.values()][len(tensors(LOOPS[op])) + 2 :]]
+        return in_loop(LOOPS[op], given, evaluations) | {"fz": given["fz"], "max_iter": 5, "numbers": numbers}
+    z = good("picard_step", dtype=dtype)["z"]
+    if op == "state_begin":
+        return {"z": z}
+    begin = {"z0": z, "elements": 2 * z.numel() + 8 * len(z), "integers": 2 + len(z), "solve": 0}
+    if op == "loop_begin":
+        return begin
+    begun = torch.ops.deqfast.loop_begin(*begin.values())
+    return dict(zip(("values", "counts", "status", "running"), begun, strict=True)) | {"batch": 2, "dim": 16}
 
 
 def unaligned(tensor: Tensor) -> Tensor:

@@ -16,14 +16,12 @@ import torch
 from correctness import GRADIENT, WELL_CONDITIONED, after_solve, amplification, assert_close, rounding
 from own_sums import Linear, product
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from deqfast import (
     Anderson,
     Broyden,
     DEQBlock,
-    FCCell,
     Groups,
     Implicit,
     Picard,
@@ -217,15 +215,13 @@ class TestOfABlock:
 
     def test_trees_autocast_and_inference(self, compiled):
         """x holds a constant and a parameter; the state is in another memory order than contiguous."""
-        weight = nn.Parameter(torch.randn(2, 2))
 
-        class Tree(nn.Module):
-            def forward(self, z, x):
-                return {"a": 0.5 * torch.tanh(z["b"].mT) + x[0], "b": 0.25 * (z["a"] @ x[1]).mT if x[2] else z["b"]}
+        def tree(z, x):
+            return {"a": 0.5 * torch.tanh(z["b"].mT) + x[0], "b": 0.25 * (z["a"] @ x[1]).mT if x[2] else z["b"]}
 
-        block = DEQBlock(Tree(), drop_converged=True, warn=False)
+        block = DEQBlock(tree, drop_converged=True, warn=False)
         z0 = {"a": torch.zeros(2, 3, 2), "b": torch.zeros(2, 3, 2).mT}
-        call, x = compiled(block), [torch.randn(2, 3, 2), weight, True]
+        call, x = compiled(block), [torch.randn(2, 3, 2), nn.Parameter(torch.randn(2, 2)), True]
         for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
             with context:
                 value, plain = call(x, z0), block(x, z0)
@@ -241,24 +237,20 @@ class TestOfABlock:
         assert torch.equal(fast(x), model(x))
 
     def test_copies_have_their_own_number_and_the_dead_none(self, compiled):
-        block = DEQBlock(Cell())
-        copies = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
-        numbers = {int(each._number) for each in (block, *copies)}
+        block, x = DEQBlock(Cell()), torch.randn(2, 4)
+        blocks = [block, copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
+        numbers = {int(each._number) for each in blocks}
         assert len(numbers) == 3 and numbers <= set(opaque_op._live)
-        x = torch.randn(2, 4)
-        with torch.no_grad():
-            copies[0].cell.linear.weight.mul_(0.1)
-        assert not torch.equal(*(torch.compile(each, backend="eager")(x) for each in (block, copies[0])))
+        blocks[1].cell.linear.weight.data.mul_(0.1)
+        assert not torch.equal(*(torch.compile(each, backend="eager")(x) for each in blocks[:2]))
         torch.compiler.reset()
-        del block, copies
+        del block, blocks
         gc.collect()
         assert not numbers & set(opaque_op._live)
 
     def test_two_calls_stay_two_and_hooks_keep_what_they_count(self, compiled):
         class Masked(Cell):
-            def __init__(self):
-                super().__init__()
-                self.register_buffer("solves", torch.zeros(()))
+            solves = 0
 
             def begin_solve(self):
                 self.scale = torch.rand(4)
@@ -269,9 +261,9 @@ class TestOfABlock:
         block, x = DEQBlock(Masked()), torch.randn(2, 4)
         first, second = compiled(lambda x: torch.stack([block(x), block(x)]))(x)
         assert not torch.equal(first, second) or torch.__version__ < "2.14"  # which makes one of calls alike
-        solves = int(block.cell.solves)
+        solves = block.cell.solves
         compiled(block)(x)
-        assert int(block.cell.solves) == solves + 1
+        assert block.cell.solves == solves + 1
 
     def test_weights_stay_where_other_threads_read_them(self, compiled):
         block, seen = DEQBlock(Cell(), stop_fn=lambda z, v, k: seen.append(block.cell.linear.weight) or v[:, 0] > 9), []
@@ -290,13 +282,6 @@ class TestOfABlock:
             value = call(x)
         with torch.autocast("cpu", torch.bfloat16):
             assert_close(value, block(x), WELL_CONDITIONED * rounding(torch.bfloat16, 1))
-
-    def test_a_block_made_in_a_mode(self, compiled):
-        with FakeTensorMode():
-            block = DEQBlock(Cell())
-        block.load_state_dict(DEQBlock(Cell()).state_dict(), assign=True)
-        compiled(block)(torch.randn(2, 4)).sum().backward()
-        assert block.cell.linear.weight.grad.any()
 
     def test_models_of_one_kind_share_their_code(self, compiled):
         x = torch.randn(2, 3)
@@ -467,17 +452,6 @@ class TestExport:
         counts = [int(program.module()(x)[-1]) for x in (torch.full((2, 3), 1e6), torch.randn(9, 3))]
         assert counts[0] < counts[1] < 20
 
-    @pytest.mark.parametrize("kernel", ["auto", "cpp"])
-    @pytest.mark.filterwarnings("error:deqfast")
-    def test_each_of_several_blocks_is_one_loop(self, kernel):
-        cells = [FCCell(3, 3), SubhomogeneousCell(3, 3), FCCell(3, 3)]
-        model = nn.Sequential(*(DEQBlock(cell, Picard(max_iter=3), kernel=kernel, warn=False) for cell in cells))
-        program = exported(model)
-        loops = [node for node in program.graph.nodes if node.target is torch.ops.higher_order.while_loop]
-        assert len(loops) == len(cells)
-        x = torch.randn(4, 3)
-        assert_close(program.module()(x), model(x), rounding(torch.float32))
-
     @pytest.mark.parametrize("kernel", ["torch", "cpp"])
     def test_a_cell_that_no_loop_can_hold(self, kernel):
         """All evaluations are made, one after the other."""
@@ -490,12 +464,9 @@ class TestExport:
                 return super().forward(z, x)
 
         model = Judged(Picard(max_iter=6), cell=Counting(), kernel=kernel, warn=False)
-        with pytest.warns(
-            UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the cell: "
-        ):
+        with pytest.warns(UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the cell"):
             program = exported(model)
-        *values, evaluations = program.module()(x := torch.randn(3, 3))
-        assert int(evaluations) == 6 and all(map(torch.equal, values, model(x)))
+        assert int(program.module()(x := torch.randn(3, 3))[-1]) == 6 and same(program, model, x)
 
     @pytest.mark.parametrize("kernel", ["torch", "cpp"])
     def test_samples_of_several_rows_run_without_a_loop(self, kernel):
@@ -519,14 +490,17 @@ class TestExport:
             assert torch.equal(status, expected[1]) and (status == Status.CONVERGED).all()
             assert_close(value, expected[0], model.tolerance(x, rounding(torch.float32)))
 
-    def test_two_solves_from_one_start_stay_two(self):
+    @pytest.mark.filterwarnings("error:deqfast")
+    def test_each_of_two_blocks_is_one_loop(self):
         """Torch takes equal calls for one, if it differentiates the exported program."""
         model, x = nn.Module().eval(), torch.randn(5, 4)
-        model.blocks = nn.ModuleList(DEQBlock(Cell(), Anderson(1e-4, 12), kernel="cpp") for _ in range(2))
-        model.forward = lambda x: torch.cat([model.blocks[0](x), model.blocks[1](2 * x)])
-        program = torch.export.export(model, (x,)).module()
-        program = torch.compile(program, backend="aot_eager_decomp_partition")
-        assert_close(program(x), model(x), rounding(torch.float32))
+        cells = Cell(), SubhomogeneousCell(4, 4)
+        model.blocks = nn.ModuleList(DEQBlock(cell, Anderson(1e-4, 12), kernel="cpp") for cell in cells)
+        model.forward = lambda x: torch.cat([model.blocks[0](x), model.blocks[1](x)])
+        program = torch.export.export(model, (x,))
+        assert sum(node.target is torch.ops.higher_order.while_loop for node in program.graph.nodes) == 2
+        program = torch.compile(program.module(), backend="aot_eager_decomp_partition")
+        assert_close(program(x), model(x), WELL_CONDITIONED * rounding(torch.float32))
 
     @pytest.mark.tier("full")
     def test_a_saved_model_runs_where_deqfast_is_not(self, tmp_path):

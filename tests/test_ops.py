@@ -12,7 +12,7 @@ import torch
 from correctness import assert_close, rounding
 from correctness.norm_states import NORM_OPS
 from correctness.states import same_bits
-from op_calls import SHORT, SHORT_HISTORY, STEPS, good, in_loop, outcome, step_values, tensors, unaligned
+from op_calls import SHORT, SHORT_HISTORY, STEPS, good, good_loop, in_loop, outcome, step_values, tensors, unaligned
 
 import deqfast
 from deqfast import _extension
@@ -103,13 +103,12 @@ class TestLoops:
         ],
     )
     def test_what_is_no_loop_or_would_leave_the_memory_is_named(self, op, wrong, message):
-        given = good(op)
-        numbers = [float(value) for value in [*given.values()][len(tensors(op)) + 2 :]]
-        call = in_loop(op, given, wrong.get("evaluations", 0))
-        call |= {"fz": given["fz"], "max_iter": wrong.get("max_iter", 5), "numbers": numbers}
+        loop = op.replace("step", "loop")
+        call = good_loop(loop, evaluations=wrong.get("evaluations", 0))
+        call["max_iter"] = wrong.get("max_iter", 5)
         call |= {name: change(call[name]) for name, change in wrong.items() if callable(change)}
         with pytest.raises(RuntimeError, match=message):
-            getattr(torch.ops.deqfast, op.replace("step", "loop"))(*call.values())
+            getattr(torch.ops.deqfast, loop)(*call.values())
 
     @pytest.mark.parametrize(
         ("op", "arguments", "message"),
@@ -143,7 +142,7 @@ class TestLoops:
         assert not torch.ops.deqfast.loop_begin(z0, 2 * 15 + 8 * 3, 2 + 3, 0)[-1]
 
 
-def of_history(length, *names):
+def histories(length, *names):
     """Windows or steps with room for this number."""
     rows = length if "steps" in names else length + 2
     sizes = dict.fromkeys(("left", "df", "steps"), (2, length, 16)) | {"gram": (2, rows, length)}
@@ -160,11 +159,11 @@ WINDOW = "left", "df", "gram"
 # (op, the argument that is named, what replaces valid arguments, what the message says)
 MISTAKES = [
     ("multisecant_step", "left", {"left": torch.Tensor.half}, ["bfloat16 with float32"]),
-    ("multisecant_step", "left", of_history(0, *WINDOW), ["1 to "]),
+    ("multisecant_step", "left", histories(0, *WINDOW), ["1 to "]),
     ("multisecant_step", "method", {"method": 4}, ["0 to 3, got 4"]),
     *((op, "k", {"k": -(2**31)}, ["-2147483647 to 2147483646, got -2147483648"]) for op in STEPS),
     ("broyden_step", "steps", {"steps": torch.Tensor.bfloat16}, ["Float"]),
-    ("broyden_step", "steps", of_history(0, "steps", "gram"), ["one step or more"]),
+    ("broyden_step", "steps", histories(0, "steps", "gram"), ["one step or more"]),
     *(
         ("broyden_step", "k", {"k": k, "last": last}, ["the 4 steps there is room for", f"got {k}"])
         for k, last in ((4, False), (5, True))
@@ -206,7 +205,7 @@ MISTAKES_ON_THE_CPU = [
     ),
 ]
 MISTAKES_ON_A_GPU = [  # the CPU kernels take windows of any length, and both formats
-    ("multisecant_step", "left", of_history(33, *WINDOW), ["1 to "]),
+    ("multisecant_step", "left", histories(33, *WINDOW), ["1 to "]),
     ("norm_act", "y", {"y": contiguous}, ["memory format channels_last"]),
 ]
 
@@ -214,10 +213,7 @@ MISTAKES_ON_A_GPU = [  # the CPU kernels take windows of any length, and both fo
 class TestArguments:
     """A wrong argument is named, with what it must be and what it is."""
 
-    every_tensor = pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in tensors(op)])
     # The checks are those of csrc/common: on emulated and interpreted kernels each op and each name once.
-    checks = pytest.mark.covering(1)
-
     @pytest.fixture
     def refuses(self, implementation):
         def refuse(op, name, changes, *fragments):
@@ -237,37 +233,26 @@ class TestArguments:
 
         return refuse
 
-    @checks
-    @every_tensor
-    def test_shape(self, op, name, refuses):
+    @pytest.mark.covering(1)
+    @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in tensors(op)])
+    def test_shape_dtype_and_contiguity(self, op, name, refuses):
         """Of the first tensor and of some others the last dimension may have any size."""
-        shape = list(good(op)[name].shape)
+        valid, is_anchor = good(op)[name], name == OPS[op].anchor
+        shape, dtype = str(list(valid.shape))[1:-1], torch.float32 if valid.dtype == torch.float64 else torch.float64
         refuses(op, name, {name: lambda t: t[None]}, "got (1, ")
-        if name in (OPS[op].anchor, "rows", "offsets", "directions"):
-            return
-        expected = [] if name in ("left", "steps") else [str(shape)[1:-1]]
-        shape[-1] *= 2
-        refuses(op, name, {name: lambda t: torch.cat([t, t], dim=-1)}, *expected, f"got ({str(shape)[1:-1]})")
-
-    @checks
-    @every_tensor
-    def test_dtype(self, op, name, refuses):
-        dtype = torch.float64
-        if name == OPS[op].anchor:
+        if not is_anchor and name not in ("rows", "offsets", "directions"):
+            wider = str([*valid.shape[:-1], 2 * valid.shape[-1]])[1:-1]
+            expected = [] if name in ("left", "steps") else [shape]
+            refuses(op, name, {name: lambda t: torch.cat([t, t], dim=-1)}, *expected, f"got ({wider})")
+        if is_anchor:
             dtype = torch.int32 if name == "features" else torch.float16
-        elif good(op)[name].dtype == torch.float64:
-            dtype = torch.float32
         refuses(op, name, {name: lambda t: t.to(dtype)})
-
-    @checks
-    @every_tensor
-    def test_contiguity(self, op, name, refuses):
-        if good(op)[name].numel() > 1:
-            said = "without gaps" if name == "features" else "contiguous"
-            refuses(op, name, {name: lambda t: torch.stack([t, t], dim=-1)[..., 0]}, said)
+        if valid.numel() > 1:
+            layout = "without gaps" if name == "features" else "contiguous"
+            refuses(op, name, {name: lambda t: torch.stack([t, t], dim=-1)[..., 0]}, layout)
 
     @pytest.mark.parametrize(
-        ("implementation", "op", "name", "changes", "said"),
+        ("implementation", "op", "name", "changes", "fragments"),
         [
             (implementation, *mistake)
             for implementation in ("cpp", "triton", "cuda", "emulated")
@@ -275,32 +260,25 @@ class TestArguments:
         ],
         indirect=["implementation"],
     )
-    def test_mistakes(self, implementation, op, name, changes, said, refuses):
-        refuses(op, name, changes, *said)
+    def test_mistakes(self, implementation, op, name, changes, fragments, refuses):
+        refuses(op, name, changes, *fragments)
 
 
-class TestBackends:
-    def test_they_tell_why_they_are_not_available(self):
-        backends = deqfast.backends()
-        assert {"auto", *backends} == set(KERNELS)
-        assert backends["torch"] and backends["torch"].reason == ""
-        for availability in backends.values():
-            assert bool(availability) == (availability.reason == "")
-            assert str(availability) == (availability.reason or "available")
+def test_backends_tell_why_they_are_not_available(monkeypatch):
+    backends = deqfast.backends()
+    assert {"auto", *backends} == set(KERNELS) and backends["torch"]
+    for availability in backends.values():
+        assert bool(availability) == (availability.reason == "")
+        assert str(availability) == (availability.reason or "available")
 
-    def test_an_extension_that_does_not_load(self, monkeypatch):
-        def fail(name):
-            raise ImportError("libtorch_cuda.so: cannot open shared object file")
+    def fail(name):
+        raise ImportError("libtorch_cuda.so: cannot open shared object file")
 
-        monkeypatch.setattr(importlib, "import_module", fail)
-        assert _extension._load("_C_cuda") == (
-            None,
-            "deqfast._C_cuda does not load: libtorch_cuda.so: cannot open shared object file",
-        )
-
-    def test_the_module_tells_how_it_was_built(self):
-        info = _extension.cpp_module.build_info()
-        assert info["torch_target_version"] == 0x020B000000000000 and info["compiler"]
+    monkeypatch.setattr(importlib, "import_module", fail)
+    reason = "deqfast._C_cuda does not load: libtorch_cuda.so: cannot open shared object file"
+    assert _extension._load("_C_cuda") == (None, reason)
+    info = _extension.cpp_module.build_info()
+    assert info["torch_target_version"] == 0x020B000000000000 and info["compiler"]
 
 
 def test_a_choice_asks_only_for_the_kernels_that_it_may_take(monkeypatch):
