@@ -183,7 +183,7 @@ def circumstances(implementation, set_threads) -> Iterator[None]:
         yield from [None] * (1 if INTERPRETED else 9)
 
 
-def of_sample(tensor: Any, row: int, batch: int) -> Any:
+def sample_part(tensor: Any, row: int, batch: int) -> Any:
     """Part of one sample. The batch is the first dimension of that size; a tensor without one belongs to all
     samples."""
     sizes = tensor.shape[:2] if isinstance(tensor, Tensor) else ()
@@ -196,7 +196,7 @@ def check_bits(op: Callable[..., Any], values: list[Any], implementation, set_th
     for _ in circumstances(implementation, set_threads):
         assert all(map(same_bits, outcome(op, values), together))
     for row in {0, 1, batch // 2, batch - 1} & {*range(batch)}:
-        alone = outcome(op, [of_sample(value, row, batch) for value in values])
+        alone = outcome(op, [sample_part(value, row, batch) for value in values])
         for i, tensor in enumerate(together):
-            part = of_sample(tensor, row, batch)
+            part = sample_part(tensor, row, batch)
             assert part is tensor or same_bits(alone[i], part), (row, i)

@@ -194,9 +194,8 @@ class TestGradients:
                 assert backward.converged.all() and backward.evaluations > 2 and backward.value.shape == (batch, 3)
         x = torch.randn(4, 3)
         x[1] = float("nan")  # spoils no other sample
-        grads = gradients(compiled, x)
-        assert all(torch.isfinite(grad).all() for grad in grads)
-        assert_close(grads, gradients(ordinary, x), allowed(ordinary.cell, x[[0, 2, 3]]))
+        assert all(torch.isfinite(grad).all() for grad in gradients(compiled, x))
+        assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(ordinary.cell, x[[0, 2, 3]]))
 
     def test_formulas_of_sizes_at_many_batches(self):
         assert_same_gradients(Pooling(), *(torch.randn(batch, 2, 4, 6) for batch in (3, 6, 7, 1)))

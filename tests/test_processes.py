@@ -263,12 +263,8 @@ def test_the_usual_recipe_trains_as_one_process(tmp_path, count, names):
                 assert_close(each, grads, tolerance)
 
 
-def raising(at: int, error: BaseException) -> Callable[[int], None]:
-    def at_call(number: int) -> None:
-        if number == at:
-            raise error
-
-    return at_call
+def fail(message: str) -> None:
+    raise ValueError(message)
 
 
 def fail_on_one(rank: int, count: int, path: Path) -> None:
@@ -277,11 +273,12 @@ def fail_on_one(rank: int, count: int, path: Path) -> None:
     expected = pytest.raises(ValueError, match=own) if rank else pytest.raises(RuntimeError, match=others)
     for at in (1, 4, 20):  # the first, another and the last evaluation
         model = Case(solver=Picard(1e-30, 20)).model()
+        cell = model.block.cell
         if rank:
-            model.block.cell.at_call = raising(at, ValueError(own))
+            cell.at_call = lambda number, at=at: number < at or fail(own)
         with expected:
             shard_weights(model, mesh)(torch.ones(3, 4, dtype=torch.float64))
-        assert model.block.cell.calls == at
+        assert cell.calls == at
     for adjoint in ("jfb", Unrolled(5)):
         start = torch.full((2, D), torch.nan if rank else 0.0)
         block = DEQBlock(Cell(), Picard(1e-30, 20), adjoint, lockstep=dist.group.WORLD)
@@ -313,17 +310,19 @@ def interrupt_all(rank: int) -> None:
     assert block.cell.calls == 5
 
 
+@pytest.mark.tier("full")
+def test_an_error_of_one_process_ends_all(tmp_path):
+    in_processes(fail_on_one, 2, tmp_path)
+
+
 def run_page(rank: int, count: int, path: Path) -> None:
     torch.set_num_threads(1)
     (path / f"rank-{rank}").touch()
     for number, block in enumerate(python_of(PAGE)):
-        file = f"{path}/{number}-{count}"
-        call = f'init_process_group("gloo", init_method="file://{file}", rank={rank}, world_size={count})'
+        place = f'init_method="file://{path}/{number}-{count}", rank={rank}, world_size={count}'
         names = {"__name__": "__main__"}
-        exec(block.text.replace('init_process_group("gloo")', call), names)
-    torch.save(
-        [weight.grad for weight in names["block"].parameters()], f"{path}/grads-{count}.pt"
-    )  # of the last recipe
+        exec(block.text.replace('init_process_group("gloo"', f'init_process_group("gloo", {place}'), names)
+    torch.save([weight.grad for weight in names["block"].parameters()], f"{path}/grads-{count}.pt")  # the last recipe's
 
 
 @pytest.mark.tier("full")
@@ -331,11 +330,6 @@ def test_the_recipes_of_the_page_run(tmp_path):
     for count in (1, 2):
         in_processes(run_page, count, tmp_path)
     assert_close(torch.load(tmp_path / "grads-2.pt"), torch.load(tmp_path / "grads-1.pt"), 1e-5)
-
-
-@pytest.mark.tier("full")
-def test_an_error_of_one_process_ends_all(tmp_path):
-    in_processes(fail_on_one, 2, tmp_path)
 
 
 # --- samples that are spread over processes
