@@ -52,10 +52,7 @@ def forward(cell: Callable[[Any, Any], Any], x: Any, z0: Any) -> Callable[[Any],
 
 
 class Graphs:
-    """Captured solves of a block.
-
-    Args:
-        cell: the block's cell.
+    """Captured solves of a block with this cell.
 
     Raises:
         ValueError: a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
@@ -137,9 +134,7 @@ class Graphs:
 class Captured:
     """Captured solve of a `key` (cell, solve, bind, layout of x). It runs without capture before.
 
-    Attributes:
-        fixed: what else of the cell is captured.
-        finished: event after all work in its memory, for which another stream must wait.
+    `finished` is the event after all work in its memory, for which another stream must wait.
     """
 
     def __init__(self, key: tuple[nn.Module, Solve, Bind, Any], x: Any, z0: Any) -> None:
@@ -236,11 +231,7 @@ class Captured:
 class Memory:
     """Memory of all results of a graph, which one operation copies for a caller that keeps them.
 
-    Args:
-        like: tensors without gaps that say what it has, by name.
-
-    Attributes:
-        memory: all of it, bytes.
+    `memory` has its bytes. like: tensors without gaps that say what it has, by name.
     """
 
     def __init__(self, like: dict[Any, Tensor], device: torch.device) -> None:
@@ -267,9 +258,8 @@ class Memory:
 class Results(Memory):
     """Memory of the results of a solve.
 
-    Attributes:
-        parts: tensors in it, by name: those of the state, `finite` (B,), the leaves of the value, and `numbers`. These
-            are the passes, the rows of z0 that are not finite, and the number of samples of each status.
+    `parts` has tensors by name: those of the state, `finite` (B,), the leaves of the value, and `numbers`. These
+    are the passes, the rows of z0 that are not finite, and the number of samples of each status.
     """
 
     def __init__(self, state: State, solve: Solve) -> None:
@@ -347,14 +337,11 @@ class Outcome(Arriving):
 
 
 class Fixed:
-    """What the capture of a cell has fixed: its modules, their modes, and the memory of parameters and buffers.
-
-    Attributes:
-        has_hooks: whether a block calls methods of the cell other than its forward.
-    """
+    """What the capture of a cell has fixed: its modules, their modes, and the memory of parameters and buffers."""
 
     def __init__(self, cell: nn.Module) -> None:
         modules: list[Any] = list(cell.modules())
+        # Whether a block calls methods of the cell other than its forward.
         self.has_hooks = _has_any(cell, "fixed_point", "end_solve", "cancel_solve")
         self._modules = [(module, module.training, dict(module._modules)) for module in modules]
         tables = [table for module, *_ in self._modules for table in (module._parameters, module._buffers)]

@@ -3,8 +3,6 @@
 The solve stops by the same rule and returns the same Solution as ``deqfast.solve`` with ``Picard(relaxation=1)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

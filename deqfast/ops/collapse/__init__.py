@@ -6,8 +6,6 @@ to 256 rows, differences h - mu with mu as a pair of float32, and projections. T
 that are out of range raise RuntimeError with cpp and are undefined behaviour on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -3,8 +3,6 @@
 ``fc_fixed_point`` is a whole solve in one launch, ``fc_steps`` a part of one, and ``fc_vjp`` its backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

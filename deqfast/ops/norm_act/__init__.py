@@ -11,8 +11,6 @@ One program computes one (sample, group), independently of all others. The calle
 the samples.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
