@@ -142,9 +142,9 @@ class Captured:
         cell, solve, bind, _ = key
         self.solve, self.fixed = solve, Fixed(cell)
         spec, self.device = pytree.tree_structure(x), solve.packing.device
-        self.memory = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in _leaves(x)]
+        self.memory = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(x)]
         self.x = pytree.tree_unflatten(self.memory, spec)
-        start = [leaf.detach().clone() for leaf in _leaves(z0)]
+        start = [leaf.detach().clone() for leaf in pytree.tree_leaves(z0)]
         self.memory += start
         self.start = start[0] if solve.packing.is_tensor else pytree.tree_unflatten(start, solve.packing.spec)
         self.has_two = isinstance(x, Tensor) and isinstance(z0, Tensor)  # as usual, for which no tree is flattened
@@ -218,7 +218,7 @@ class Captured:
         if address != self.address:
             self.finished.wait()
             self.address, self.stream = address, torch.cuda.current_stream(self.device)
-        leaves = [x, z0] if self.has_two else _leaves(x) + _leaves(z0)
+        leaves = [x, z0] if self.has_two else pytree.tree_leaves(x) + pytree.tree_leaves(z0)
         for memory, leaf in zip(self.memory, leaves, strict=True):
             if isinstance(memory, Tensor):
                 memory.copy_(leaf.detach())
@@ -270,7 +270,7 @@ class Results(Memory):
         if state.trace is not None:
             like["trace"] = state.trace
         if not self.packing.is_view:
-            like |= {f"value {i}": leaf for i, leaf in enumerate(_leaves(self.packing.unpack(state.best)))}
+            like |= {f"value {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(self.packing.unpack(state.best)))}
         super().__init__(like, state.z.device)
         self.parts = self.of(self.memory)
         self.codes = torch.arange(CODES, dtype=torch.int8, device=state.z.device)
@@ -294,7 +294,7 @@ class Results(Memory):
         numbers[1:2] = self.parts["finite"].logical_not().sum()
         numbers[2:] = (state.status == self.codes[:, None]).sum(dim=1)
         if not self.packing.is_view:
-            for i, leaf in enumerate(_leaves(self.packing.unpack(state.best))):
+            for i, leaf in enumerate(pytree.tree_leaves(self.packing.unpack(state.best))):
                 self.parts[f"value {i}"].copy_(leaf)
 
 
@@ -361,10 +361,6 @@ class Fixed:
 
 def _place(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.dtype, t.shape, t.stride()
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
 
 
 def _layout(x: Any) -> Any:
