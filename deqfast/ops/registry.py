@@ -349,17 +349,17 @@ class Op:
         return None if right or not tensor.numel() else f"{wanted}, got strides {tensor.stride()}"
 
 
-def register(op: Op) -> None:
-    """Define the op and, if it has a Triton kernel, `name`_triton with the same schema and fake.
+def register(name: str, arguments: type, anchor: str, *results: Result, **more: Any) -> None:
+    """Define the ``Op`` of this name and, if it has a Triton kernel, `name`_triton with the same schema and fake.
 
     The extensions register the kernels of the first op. Triton shares the CUDA dispatch key with the CUDA kernels. Its
     op is therefore separate, and runs on CUDA tensors and, interpreted, on CPU tensors.
     """
-    OPS[op.name] = op
-    for name in (op.name, f"{op.name}_triton") if op.triton else (op.name,):
-        library.define(name + op.schema)
-        torch.library.register_fake(f"deqfast::{name}", op.fake, lib=library)
+    op = OPS[name] = Op(name, arguments, anchor, results, **more)
+    for each in (name, f"{name}_triton") if op.triton else (name,):
+        library.define(each + op.schema)
+        torch.library.register_fake(f"deqfast::{each}", op.fake, lib=library)
     if op.binds:
-        library.define(f"{op.name}_bind{op.schema.replace('()', 'int')}")
+        library.define(f"{name}_bind{op.schema.replace('()', 'int')}")
     for key in ("CPU", "CUDA") if op.triton else ():
-        library.impl(f"{op.name}_triton", op.run_triton, key)
+        library.impl(f"{name}_triton", op.run_triton, key)
