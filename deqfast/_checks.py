@@ -189,3 +189,12 @@ def check_dense(name: str, tensor: Tensor) -> None:
         jagged = "a nested tensor, whose values() are rows for the `groups` of a solve"
         got = jagged if tensor.layout == torch.jagged else "a nested tensor" if tensor.is_nested else tensor.layout
         raise TypeError(f"{name} must be dense, of layout torch.strided, got {got}")
+
+
+def matplotlib_figure(user: str, width: float, height: float) -> Any:
+    """Return an empty figure of this size in inches for the method `user`, which needs matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{user} needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, height), layout="constrained")
