@@ -20,7 +20,7 @@ FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)([^()\s#]*)#?([^()\s]*)\)")
 COMMAND = r"(?:^|[ /`])(?:python3?|bash|torchrun|pytest)"
 SCRIPT = re.compile(COMMAND + r" (?:-\S+ (?:\d+ )?)*((?:benchmarks|experiments)/[\w./]+)")
-LONG = ("collapse", "compile", "control", "looped", "migrate", "tutorial")  # pages whose code takes more than five seconds
+LONG = ("collapse", "compile", "control", "looped", "migrate", "tutorial")  # their code takes over five seconds
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
