@@ -269,7 +269,7 @@ class TestWarnings:
             DEQBlock(halve)(x[:0])
             DEQBlock(residual)(torch.randn(2, 8, 3, 3))
         x[1] = torch.nan
-        with pytest.warns(UserWarning, match="in a forward solve, 1 of 4 samples NONFINITE") as warned:
+        with pytest.warns(UserWarning, match="in a forward solve, 1 of 4 samples ended with NONFINITE") as warned:
             DEQBlock(halve)(x)
         assert len(warned) == 1
 

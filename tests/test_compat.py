@@ -370,7 +370,7 @@ class TestWhereTorchdeqIsWrong:
             states, info = layer(func, torch.zeros_like(x))
             return states[-1], info["rel_lowest"], torch.autograd.grad(states[-1][:3].sum(), w)[0], calls[0]
 
-        with pytest.warns(UserWarning, match="1 of 4 samples NONFINITE") as warned:
+        with pytest.warns(UserWarning, match="1 of 4 samples ended with NONFINITE") as warned:
             value, residual, gradient, calls = run(compat, 4)
         alone = run(compat, 3)
         assert len(warned) == 1 and bool(value.isfinite().all())

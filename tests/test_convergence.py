@@ -135,7 +135,7 @@ def test_a_low_precision_backward_solve_cannot_run_away():
 
 @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
 def test_samples_that_ran_away_are_told(kernel):
-    with pytest.warns(UserWarning, match="2 of 2 samples ESCAPED: the cell may lack a fixed point: normalise"):
+    with pytest.warns(UserWarning, match="2 of 2 samples ended with ESCAPED: the cell may lack a fixed point"):
         DEQBlock(lambda z, x: z + x, Picard(rtol=1e-2, max_iter=200), kernel=kernel)(torch.ones(2, 4))
 
 

@@ -232,7 +232,7 @@ class TestGroups:
     def test_rows_that_are_coupled_without_a_group_are_inconsistent(self, adjoint):
         mixing, x = self.graph(torch.zeros(300, dtype=torch.int64), torch.float32)
         block = DEQBlock(lambda z, x: torch.tanh(1.2 * mixing @ z + x), Anderson(rtol=1e-3), adjoint)
-        with pytest.warns(UserWarning, match=r"forward solve, .*\d+ samples INCONSISTENT: pass groups= .* warn=False"):
+        with pytest.warns(UserWarning, match=r"\d+ samples ended with INCONSISTENT: pass groups= .* warn=False"):
             _, solution = block(x.requires_grad_(), return_solution=True)
         assert Status.INCONSISTENT in solution.status.tolist()
         _, solution = block(x, groups="batch", return_solution=True)

@@ -21,7 +21,7 @@ from ..torch_internals.autograd import detached, requiring_grad
 from ..torch_internals.weights import hold_weights, is_cached, modules_of, undone
 from .notice import warn
 
-HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
+HELP = "use GroupNorm or frozen statistics, dropout=0 or deqfast.SolveDropout, and noise drawn outside and given in x"
 
 
 class Changes:

@@ -79,7 +79,7 @@ class Notice:
             return
         samples, self.asked = sum(counts), [status for status in self.asked if status not in unsolved]
         said = "; ".join(
-            f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in unsolved.items()
+            f"{n} of {samples} samples ended with {status.name}: {REMEDIES[status]}" for status, n in unsolved.items()
         )
         warn(f"deqfast: in a {self.kind} solve, {said}. Shown once; {self.more}")
 
