@@ -127,7 +127,7 @@ USAGES: list[tuple[Callable[[], Any], str]] = [
     (lambda: block(stop_fn=lambda z, value, k: True)(X), r"stop_fn must return a mask \(3,\) torch.bool"),
     (
         lambda: DEQBlock(lambda z, x: z / 2 + x[0], drop_converged=True, init=lambda x: X)((X, X)),
-        r"per_sample must say .*per_sample=\(True, False\)",
+        r"per_sample must say .*per_sample=\(True, True\)",
     ),
     (lambda: solve(cosine, X).plot(), "plot needs a trace, .*trace=True"),
     # neural collapse, carry
