@@ -108,7 +108,7 @@ def test_check_fails_until_all_is_written_and_once_the_data_change(root):
         assert f"{outdated} differs from the records" in check()
     (root / "docs").mkdir()
     (root / "docs" / "faq.md").write_text("A\n34<!-- targets.all -->\n")
-    assert "faq.md, line 2: targets.all is 48" in check()
+    assert "faq.md, line 2: targets.all is 51" in check()
 
 
 @pytest.mark.parametrize(
