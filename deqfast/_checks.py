@@ -15,14 +15,24 @@ import torch
 from torch import Tensor, nn
 
 # Our names of options and choices, with those elsewhere (torchdeq, optimistix, jaxopt, scipy, papers, our drafts).
-_ELSEWHERE = {"adjoint": ("b_solver", "grad"), "implicit": ("ift", "implicit_diff"), "jfb": ("one_step",)}
-_ELSEWHERE |= {"phantom": ("phantom_grad",), "unrolled": ("bptt",), "steps": ("step",), "solver": ("f_solver",)}
-_ELSEWHERE |= {"picard": ("fixed_point_iter", "simple_fixed_point_iter", "forward_iteration"), "ridge": ("lam",)}
-_ELSEWHERE |= {"history_size": ("m", "lbfgs_thres", "memory", "history")}
-_ELSEWHERE |= {"relaxation": ("beta", "tau", "damping", "mixing", "step")}
-_ELSEWHERE |= {"rtol": ("tol", "tolerance", "eps", "f_tol", "stop", "stop_mode", "f_stop_mode")}
-_ELSEWHERE |= {"atol": ("stop", "stop_mode", "f_stop_mode"), "max_iter": ("threshold", "max_steps", "f_max_iter")}
-_ELSEWHERE |= {"drop_converged": ("compact",), "stop_fn": ("halt",)}
+_ELSEWHERE = {
+    "implicit": ("ift", "implicit_diff"),
+    "phantom": ("phantom_grad",),
+    "unrolled": ("bptt",),
+    "jfb": ("one_step",),
+    "picard": ("fixed_point_iter", "simple_fixed_point_iter", "forward_iteration"),
+    "history_size": ("m", "lbfgs_thres", "memory", "history"),
+    "ridge": ("lam",),
+    "steps": ("step",),
+    "relaxation": ("beta", "tau", "damping", "mixing", "step"),
+    "rtol": ("tol", "tolerance", "eps", "f_tol", "stop", "stop_mode", "f_stop_mode"),
+    "atol": ("stop", "stop_mode", "f_stop_mode"),
+    "max_iter": ("threshold", "max_steps", "f_max_iter"),
+    "drop_converged": ("compact",),
+    "stop_fn": ("halt",),
+    "solver": ("f_solver",),
+    "adjoint": ("b_solver", "grad"),
+}
 
 Kind = TypeVar("Kind")
 

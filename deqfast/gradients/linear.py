@@ -64,7 +64,7 @@ class LinearSolve:
     options: Options  # of the solve; the solver has atol=0
     for_transpose: Options  # of the solve with the transposed matrix, whose u has the inverse scale
     solves: Solves | None  # keeps the compiled solves, if given
-    on_backward: Callable[[Solution], None]
+    on_backward: Callable[[Solution], None]  # called with the Solution
 
     @classmethod
     def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
