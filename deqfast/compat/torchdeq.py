@@ -374,7 +374,7 @@ class DEQ(nn.Module):
             z_init: floating-point (B, ...), or a list of such tensors. A tensor without dimensions is one sample.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
                 anderson, `LBFGS_thres` of broyden. `return_final=True` returns the last iterate, not the best. torchdeq
-                itself runs a `lam` of anderson other than 0 and 1e-4, and `ls=True` of broyden. It warns of unused ones.
+                itself runs a `lam` of anderson other than 0 and 1e-4, and `ls=True` of broyden. Unused ones warn.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
             x: a tensor or a tree of tensors, passed to func as its last argument. It is needed for second derivatives
