@@ -1,7 +1,5 @@
 """Every script answers --help, and writes nothing then."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import signal

@@ -1,7 +1,5 @@
 """Fixtures of the studies: tiny runs inside this process, and made-up results."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Estimates and p-values compared with scipy's, and the verdicts that follow from them by experiments/protocol.md."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

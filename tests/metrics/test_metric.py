@@ -1,7 +1,5 @@
 """The metric: batches, processes, copies and streams of samples give what the function gives."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from itertools import product
