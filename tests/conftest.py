@@ -155,11 +155,9 @@ class Implementation:
     name: str
     device: str
 
-    def op(self, op: str, source: str | None = None):
-        """Return the op; `source` is the stem of its CUDA source if that is not the name of the op."""
+    def op(self, op: str):
         if self.name == "emulated":
-            emulate.load(source or op)
-            return getattr(torch.ops.deqfast_emulated, op)
+            return emulate.op(op)
         return getattr(torch.ops.deqfast, f"{op}_triton" if self.name == "triton" else op)
 
 
@@ -171,6 +169,16 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     elif emulate.COMPILER is None:
         pytest.skip("no g++ was found")
     return Implementation(request.param, device_of(request.param))
+
+
+@pytest.fixture
+def large_device() -> Iterator[None]:
+    """An emulated GPU on which several blocks share a long row."""
+    if emulate.COMPILER is not None:
+        emulate.set_device(processors=132, shared_memory=227 * 1024)
+    yield
+    if emulate.COMPILER is not None:
+        emulate.set_device(processors=4, shared_memory=99 * 1024)
 
 
 @pytest.fixture(autouse=True)

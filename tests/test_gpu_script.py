@@ -100,7 +100,7 @@ def test_every_phase_exists_and_the_first_ones_fit_a_call():
     for plan in PLANS.values():
         for phase in plan(False):
             assert isinstance(phase.work, tuple) or callable(getattr(phases, phase.work.split(":")[1]))
-    assert sum(phase.seconds for phase in PLANS["short"](False)[1:7]) < 560
+    assert sum(phase.seconds for phase in PLANS["short"](False)[1:6]) < 560
 
 
 def run(*arguments):
@@ -117,7 +117,7 @@ def test_a_dry_run(plan, only, tmp_path):
     state = json.loads((tmp_path / "state.json").read_text())
     assert {name: entry["outcome"] for name, entry in state.items()} == dict.fromkeys(["extension", *only], "ok")
     if plan == "checks":
-        assert " right, " in (tmp_path / "memcheck.log").read_text()
+        assert " passed" in (tmp_path / "memcheck.log").read_text()
     else:
         assert json.loads((tmp_path / "probe.json").read_text())["machine"]["torch"]
 

@@ -20,10 +20,6 @@ NC1_OF_DOUBLES = rounding(torch.float64, 5000)  # of a pseudo-inverse too
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def op_of(name: str, implementation):
-    return implementation.op(name, source="neural_collapse")
-
-
 def group(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     ordered, rows = torch.sort(labels, stable=True)
     return rows, torch.searchsorted(ordered, torch.arange(classes + 1))
@@ -55,7 +51,7 @@ class Data:
         return [tensor.to(device) for tensor in tensors]
 
     def run(self, op: str, implementation):
-        return op_of(op, implementation)(*self.arguments(op, implementation.device))
+        return implementation.op(op)(*self.arguments(op, implementation.device))
 
 
 def tolerance(kernel: str, dtype: torch.dtype) -> float:
@@ -105,7 +101,7 @@ class TestAccuracy:
 
     @every_dtype
     def test_strided_rows(self, dtype, implementation):
-        class_means, device = op_of("class_means", implementation), implementation.device
+        class_means, device = implementation.op("class_means"), implementation.device
         for dim, width in ((24, 48), (7, 21), (1, 2)):
             data = Data(70, dim, 3, dtype)
             view = torch.full((70, width), math.nan, dtype=dtype, device=device)[:, :dim].copy_(data.features)
@@ -153,7 +149,7 @@ class TestAccuracy:
             return float(within_class_scatter(*grouped, local + shift, whitening).sum() / 200)
 
         exact = nc1(TORCH.op("class_means"), TORCH.op("within_class_scatter"), "cpu")
-        ops = (op_of(op, implementation) for op in ("class_means", "within_class_scatter"))
+        ops = (implementation.op(op) for op in ("class_means", "within_class_scatter"))
         reached = nc1(*ops, implementation.device)
         doubles = implementation.name == "cpp" or dtype == torch.float64
         assert reached == pytest.approx(exact, rel=NC1_OF_DOUBLES if doubles else NC1_OF_FLOATS)
@@ -164,7 +160,7 @@ class TestAccuracy:
 def test_the_same_bits_every_time(op, dtype, implementation, set_threads):
     size = (1000, 1500, 7) if implementation.name == "cpp" else (300, 40, 30)
     arguments = Data(*size, dtype).arguments(op, implementation.device)
-    check_bits(op_of(op, implementation), arguments, implementation, set_threads)
+    check_bits(implementation.op(op), arguments, implementation, set_threads)
 
 
 @pytest.mark.parametrize("implementation", ["emulated", "cuda"], indirect=True)
@@ -173,7 +169,7 @@ def test_offsets_that_end_before_the_rows(implementation):
     data = Data(700, 40, 5)
     beyond = torch.cat([data.offsets - 150, torch.tensor([2**40])]).clamp_min(0)  # which lies after the last offset
     arguments = [x.to(implementation.device) for x in (data.features, data.rows, beyond)]
-    local, shift = op_of("class_means", implementation)(*arguments[:2], arguments[2][:-1])
+    local, shift = implementation.op("class_means")(*arguments[:2], arguments[2][:-1])
     expected = TORCH.op("class_means")(data.features, data.rows[: beyond[-2]], beyond[:-1])
     assert relative_error(local.cpu(), expected[0]) <= tolerance("cuda", torch.float32)
     assert torch.equal(shift.cpu(), expected[1])
