@@ -282,19 +282,3 @@ def test_gains():
         suite.add_times(row, {"whole": [5e-3, 4e-3], "f": [1e-3]}, 1e9, device)
         assert (row["ms_min"], row["f_ms"], row["share_of_f"], row["busy"]) == (4.0, 1.0, 3.0, 0.75)
         assert row.keys() & {"solver_ms", "floor_ms", "floor_x"} == own
-
-
-@pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq"])
-def test_f_is_called_without_gradients(provider, monkeypatch):
-    call, enabled = maps.Contraction.__call__, []
-
-    def watched(f, z):
-        enabled.append(torch.is_grad_enabled())
-        return call(f, z)
-
-    monkeypatch.setattr(maps.Contraction, "__call__", watched)
-    contender = next(case for case in SMALL if case.section == "solves").contender(provider, "cpu")
-    enabled.clear()
-    contender.call()
-    contender.f()
-    assert enabled == [False] * 2 * cases.ITERATIONS

@@ -1,4 +1,4 @@
-"""benchmarks/report.py: tables from rows, targets judged by the data, and checked numbers in sentences."""
+"""benchmarks/report.py: tables from rows, targets judged by the data, checked numbers in sentences."""
 
 import json
 import re
