@@ -430,7 +430,7 @@ class TestSolveDropout:
             expected = torch.autograd.grad(masked(x).square().sum(), [x, *block.parameters()])
             assert_close(gradient, expected, GRADIENT)
             masks.append(mask)
-        assert not torch.equal(*masks) and not block.cell.drop._of_thread.solves
+        assert not torch.equal(*masks) and not block.cell.drop._local.solves
 
     def test_outside_of_a_solve_each_call_draws_and_keeps_the_expectation(self):
         drop, z = SolveDropout(0.3), torch.ones(100_000, requires_grad=True)
@@ -488,7 +488,7 @@ class TestSolveDropout:
         x[:, 0] = torch.linspace(0, 0.45, 8)
         with pytest.raises(RuntimeError, match="does not fit"):
             block(x)
-        assert not drop._of_thread.solves and not torch.equal(drop(x), drop(x))
+        assert not drop._local.solves and not torch.equal(drop(x), drop(x))
 
     def test_blocks_that_share_a_module_and_blocks_in_cells(self):
         drop, x = Recording(0.5), inputs()

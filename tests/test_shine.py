@@ -54,7 +54,7 @@ def as_exact(args):
 
 @pytest.fixture
 def op(implementation):
-    return implementation.op("multisecant_transposed", "multisecant_step"), implementation.device
+    return implementation.op("multisecant_transposed"), implementation.device
 
 
 def dense(case: Case, left, df, gram, newest: int, count: int):
