@@ -17,6 +17,7 @@ from deqfast import (
     SHINE,
     Anderson,
     Broyden,
+    Carry,
     DEQBlock,
     FCCell,
     Groups,
@@ -90,6 +91,11 @@ def mixed(mixing_fn):
 
 def applied(cell, z, x):
     return lambda: cell(torch.zeros(z), torch.zeros(x))
+
+
+def carried(init=None, batches=((Z0,),), size=4, z=Z0, done=Z0[:, 0] > 0):
+    """A carry, and a step of it."""
+    return lambda: Carry(DEQBlock(halve) if init is None else init, batches, size).advance(z, done)
 
 
 NAMES = [
@@ -293,7 +299,23 @@ CELLS_AND_FUNCTIONS = [
     (lambda: find_fixed_points(torch.cos, Z0 * math.nan), ValueError, "z0 must be finite"),
     (lambda: find_fixed_points(torch.cos, Z0, solver="newton"), ValueError, "solver must be"),
 ]
-MISTAKES = [*NAMES, *CALLS, *OPTIONS_OF_A_SOLVE, *SOLVERS_AND_ADJOINTS, *CELLS_AND_FUNCTIONS]
+CARRIES = [
+    (carried("broyden"), TypeError, "init must be a DEQBlock or a function of the data, got 'broyden'"),
+    (carried(batches=Z0), TypeError, "batches must be an iterable of batches, got Tensor"),
+    (carried(size=0), ValueError, "size must be at least 1, got 0"),
+    (carried(batches=[]), ValueError, "batches must have at least one sample, got none"),
+    (carried(batches=[("a", LABELS)]), TypeError, "batches must hold tensors"),
+    (carried(batches=[(Z0, LABELS)]), ValueError, "equally many rows"),
+    (carried(batches=[(Z0[:1],), (Z0[:1, :2],)]), ValueError, "batches must have rows of"),
+    (carried(lambda data: data[0][:1]), ValueError, "the states of init must have 4 rows"),
+    (carried(nn.DataParallel(DEQBlock(halve))), TypeError, "DEQBlock itself, got it within a DataParallel"),
+    (carried(z=(Z0,)), TypeError, "z must have the structure"),
+    (carried(z=Z0[:3]), ValueError, "z must have 4 rows"),
+    (carried(z=Z0.double()), ValueError, "z must have rows of"),
+    (carried(done=torch.zeros(4).int()), ValueError, "done must be a mask (4,) torch.bool, got (4,) torch.int32"),
+    (carried(done=True), ValueError, "done must be a mask"),
+]
+MISTAKES = [*CARRIES, *NAMES, *CALLS, *OPTIONS_OF_A_SOLVE, *SOLVERS_AND_ADJOINTS, *CELLS_AND_FUNCTIONS]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), MISTAKES)
