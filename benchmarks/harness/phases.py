@@ -32,7 +32,6 @@ from .targets import ITERATED, verdicts
 from .timing import Copy, captured, in_turns, wait
 
 SECONDS = 1.5  # of the rounds of a case
-SECONDS_OF_SWEEPS = 80.0
 FAULT = "FAULT"
 SMALL_WINDOW = 8  # pairs; a graph has the same kernels for all windows up to it
 WHILE_LIMIT = 0.020  # ms; if a pass costs more, a body should hold more iterations
@@ -74,11 +73,6 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
     """Faults, predictions next to measurements, and the targets that the rows decide."""
     for row in rows:
         key = row["section"], row["case"], row["provider"]
-        if key[:2] == ("sweeps", "decision"):
-            yield f"constants of the sweeps: {row['chosen']}; slower than allowed: {row['slow'] or 'none'}"
-        if row["section"] == "sweeps" and "us" in row:
-            times = ", ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
-            yield f"{row['case']}: {times} us"
         if "fault" in row:
             yield f"{FAULT} {' '.join(key)}: {row['fault']}"
         if key in PREDICTED and "ms" in row:
@@ -476,17 +470,6 @@ def together(place: Place) -> Rows:
             process.wait()
     case = f"study, width {sizes[0]}, batch {sizes[1]}, {count} processes"
     yield [row_of("whole steps", case, "graphed", steps_per_second=sum(rates))]
-
-
-def sweeps(place: Place) -> Rows:
-    """Times of Triton's steps by the constants of their sweeps, next to CUDA's, and the decision."""
-    if place.small or place.rows:
-        return
-    from .sweeps import run
-
-    outcome = run(SECONDS_OF_SWEEPS)
-    rows = [row_of("sweeps", row.pop("case"), row.pop("choice"), **row) for row in outcome.pop("rows")]
-    yield [*rows, row_of("sweeps", "decision", "triton", **outcome)]
 
 
 def sections(place: Place, *names: str) -> Rows:

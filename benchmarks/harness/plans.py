@@ -41,7 +41,6 @@ def short(small: bool) -> tuple[Phase, ...]:
         Phase("study", 60, "the target of the study's step", "harness.phases:study"),
         Phase("together", 80, "the target of sixteen studies on one GPU", "harness.phases:together"),
         Phase("triton", 90, "whether the study runs on Triton to its end", study),
-        Phase("sweeps", 100, "constants of Triton's steps, and whether they are near CUDA's", "harness.phases:sweeps"),
         Phase("floors", 60, "which step is far from its bytes", "harness.phases:sections:ops"),
         Phase("compiled", 90, "claims about torchdeq under torch.compile", "harness.phases:compiled_peer"),
         Phase("training", 120, "layers compared with torchdeq", "harness.phases:sections:training"),
