@@ -28,7 +28,7 @@ class Status(IntEnum):
             gradient. Then f couples the samples, see `groups` of ``solve``, or changes between calls.
         STOPPED: the caller's rule `stop_fn` ended the solve of the sample.
         MAX_ITER: f was called max_iter times, and no iterate met the tolerance.
-        ESCAPED: f was called max_iter times. An iterate met the tolerance, but the sample had run away, see ``Solver``.
+        ESCAPED: f was called max_iter times. A residual met the tolerance only because f(z) had grown, see ``Solver``.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))

@@ -83,7 +83,7 @@ class MixedState(State):
         newest, count = (torch.full_like(self.iterations, number) for number in (k - 1, min(k, self.slots)))
         # Its products are those of the errors.
         vector = torch.cat([self.history.joint[:, :width], torch.zeros_like(target)], dim=1)
-        rest = self.kernel.op("multisecant_transposed")(
+        rest: Tensor = self.kernel.op("multisecant_transposed")(
             vector, pairs, pairs, gram, newest, count, ANDERSON_II, 1.0, 1.0, ridge
         )
         return target + rest[:, width:]
