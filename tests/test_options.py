@@ -67,7 +67,7 @@ def joined(z):
     return torch.cat([z["large"] / LARGE, z["small"]], dim=1)
 
 
-def of_parts(z, x):
+def plain_of_parts(z, x):
     return parts(plain(joined(z), x))
 
 
@@ -98,11 +98,11 @@ class Twin(NamedTuple):
 
 
 TWINS = {
-    "scale": Twin({"scale": SCALE}, of_parts, parts, joined),
+    "scale": Twin({"scale": SCALE}, plain_of_parts, parts, joined),
     "complex": Twin({}, lambda z, x: as_complex(plain(as_real(z), x)), as_complex, as_real),
     "groups": Twin({"groups": torch.arange(4)}),
     "stop_fn": Twin({"stop_fn": never}),
-    "scale of a group": Twin({"scale": SCALE, "groups": "batch"}, of_parts, parts, joined),
+    "scale of a group": Twin({"scale": SCALE, "groups": "batch"}, plain_of_parts, parts, joined),
     "trace": Twin({"trace": True}),
 }
 
@@ -363,7 +363,7 @@ class TestSamples:
 
 
 class Spread:
-    """f(z) = rate cos(z) + 1: the samples need very different numbers of iterations, and f is told of its rows."""
+    """f(z) = rate cos(z) + 1: the samples need very different numbers of iterations, and f gets the indices of its rows."""
 
     def __init__(self, device="cpu"):
         self.rate, self.wave = RATES.to(device), torch.linspace(0.5, 1, 16, device=device)

@@ -202,34 +202,23 @@ OPTIONS_OF_A_SOLVE = [
 ]
 SOLVERS_AND_ADJOINTS = [
     *[
-        (partial(solver, **{name: value}), ValueError, f"{name} must be ")
+        (partial(solver, **{name: value}), (ValueError, TypeError), f"{name} must be ")
         for solver, name, values in (
-            (Picard, "rtol", [-1e-3, 1, 40, math.nan, math.inf]),
-            (Picard, "max_iter", [0, -3]),
+            (Picard, "rtol", [-1e-3, 1, 40, math.nan, math.inf, "small", True, None]),
+            (Picard, "max_iter", [0, -3, 2.0, True]),
             (Picard, "atol", [-1e-9]),
             (Anderson, "atol", [1e18]),
             (Picard, "norm", [2, "l1"]),
-            (Anderson, "history_size", [0]),
+            (Anderson, "history_size", [0, 2.5]),
             (Broyden, "history_size", [-1]),
             (Anderson, "history_dtype", [torch.float16, "bfloat16"]),
             (Broyden, "history_dtype", [torch.float16]),
             (Picard, "relaxation", [0.0, 2.5, math.nan]),
             (Anderson, "relaxation", [0.0]),
-            (Broyden, "relaxation", [2.5]),
-            (Anderson, "ridge", [-1e-9, 1.5]),
+            (Broyden, "relaxation", ["1", None, [1]]),
+            (Anderson, "ridge", [-1e-9, 1.5, None]),
             (Anderson, "kind", ["III", 2]),
             (Broyden, "kind", ["best"]),
-        )
-        for value in values
-    ],
-    *[
-        (partial(solver, **{name: value}), TypeError, f"{name} must be ")
-        for solver, name, values in (
-            (Picard, "rtol", ["small", True, None]),
-            (Picard, "max_iter", [2.0, True]),
-            (Anderson, "history_size", [2.5]),
-            (Broyden, "relaxation", ["1", None, [1]]),
-            (Anderson, "ridge", [None]),
         )
         for value in values
     ],
