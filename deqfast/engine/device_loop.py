@@ -49,11 +49,15 @@ class DeviceLoop:
     """The evaluations of one solve, in parts: `first` in the beginning, and then at most `most` passes.
 
     evaluate: calls f. rule: the stop rule for an f that has returned this value.
+    counted: evaluations that the beginning has at least.
     """
 
-    def __init__(self, evaluate: Evaluation, solver: Solver, rule: Callable[[Any], StopRule], state: State) -> None:
+    def __init__(
+        self, evaluate: Evaluation, solver: Solver, rule: Callable[[Any], StopRule], state: State, counted: int = 0
+    ) -> None:
         self.state, self.max_iter = state, solver.max_iter
-        self.first = 2 - self.max_iter % 2
+        counted = max(counted, 1)
+        self.first = counted + (self.max_iter - counted) % EACH
         self.most = (self.max_iter - self.first) // EACH
         self._evaluate, self._solver, self._rule = evaluate, solver, rule
         self._step: Step | None = None

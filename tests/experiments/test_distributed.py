@@ -1,7 +1,5 @@
 """Two processes on one run: shared, gathered and agreed values; their numbers equal those of one process."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

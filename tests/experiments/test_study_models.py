@@ -1,7 +1,5 @@
 """Networks: sizes, common initial weights, constraints, and the choice of kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from correctness import rounding
