@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from runs.processes import Run, run_all, tell_failed
-from runs.script import told
+from runs.script import run_main
 
 
 class Slow(Run):
@@ -39,4 +39,4 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="+", metavar="NAME")
     given = parser.parse_args()
-    sys.exit(told("slow_runs.py", lambda: work(given.folder, given.names), ""))
+    sys.exit(run_main("slow_runs.py", lambda: work(given.folder, given.names), ""))

@@ -16,7 +16,7 @@ from runs import files
 from runs.files import locked
 from runs.options import StudyError
 from runs.processes import Run, made, run_all, tell_failed
-from runs.script import CLOSED_PIPE, told
+from runs.script import CLOSED_PIPE, run_main
 from study_helpers import environment, python
 
 
@@ -150,7 +150,7 @@ def test_output_that_cannot_be_written_ends_a_script_without_a_traceback(kind, s
         write = os.open("/dev/full", os.O_WRONLY)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115  # closed below
-        assert told("it.py", printing(*["line"] * lines), "") == status
+        assert run_main("it.py", printing(*["line"] * lines), "") == status
         sys.stdout.close()  # what Python does at its end, without an error
     assert capsys.readouterr().err == (
         "" if status == 141 else "it.py: error: cannot print (No space left on device)\n"

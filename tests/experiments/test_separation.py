@@ -140,7 +140,7 @@ def test_trained_networks_see_the_same_samples_and_keep_the_bound():
 
 def test_sawtooth_section_says_what_is_constant_and_what_is_a_construction():
     sizes = sawtooth.Sizes((1,), (1,), networks.Course(2, 16, (0.01,), 1), 2)
-    results = {unit: sawtooth.measure(sizes, unit) for unit in sawtooth.units(sizes)}
+    results = {unit: sawtooth.measure(sizes, unit) for unit in sawtooth.SAWTOOTH.units(sizes)}
     found = sawtooth.section(sizes, results)
     construction, *trained = found.claims
     assert construction.verdict == HOLDS and construction.numbers == "largest error 0.0e+00"
@@ -148,7 +148,7 @@ def test_sawtooth_section_says_what_is_constant_and_what_is_a_construction():
     assert all(claim.seeds == 2 for claim in trained) and "Every network's error stays above 0.9 in: k1." in found.notes
     assert all(claim.reason.endswith("no network learns: all errors are above 0.9") for claim in trained[:2])
     assert found.tables[0].rows[0]["network"] == "DEQ" and len(found.tables) == 1
-    exact = results[sawtooth.units(sizes)[0]].networks[-1]
+    exact = results[sawtooth.SAWTOOTH.units(sizes)[0]].networks[-1]
     assert exact.name == sawtooth.EXACT_START and exact.errors["test"][0] < 1e-3
 
 
@@ -174,7 +174,7 @@ def test_steep_verdicts_are_of_one_d_and_need_a_step_that_was_seen():
         free = kinds("free", 1.0 + seed / 100, (2.0, 4.0), largest)
         return steep.Result(0.0, free, 0.5, kinds("bounded", 0.5, (0.5, 0.5), largest))
 
-    found = steep.section(sizes, {unit: result(*unit) for unit in steep.units(sizes)})
+    found = steep.section(sizes, {unit: result(*unit) for unit in steep.STEEP.units(sizes)})
     verdicts = {claim.claim.split(" ")[0]: claim.verdict for claim in found.claims[1:3]}
     assert verdicts == {"d6:": HOLDS, "d20:": OPEN}
     assert [claim.verdict for claim in found.claims[3:]] == [HOLDS, OPEN]
@@ -269,7 +269,7 @@ def verdicts_of(page):
 def test_what_is_committed_is_what_the_records_say(preset, least):
     folder = Path(separation.__file__).parent / "results/separation" / preset
     reported, claims = verdicts_of(folder / "report.md"), {}
-    of_runs = frame.of_records(folder, preset, saliency.SALIENCY)
+    of_runs = frame.recorded(folder, preset, saliency.SALIENCY)
     for experiment in (sawtooth.SAWTOOTH, steep.STEEP, gotu.GOTU, diagonal.DIAGONAL, heatmap.HEATMAP, of_runs):
         if preset in experiment.sizes:
             jobs = [job for job in frame.jobs_of(folder, experiment, preset) if job.finished or preset == "full"]

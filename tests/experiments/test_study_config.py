@@ -34,7 +34,7 @@ def test_every_option_that_decides_the_outcome_makes_a_folder_of_its_own():
     plain = settings_from("cifar_lt", device="cpu", dataset="cifar10", precision="fp32", model="explicit")
     assert plain.run_name == "cifar10-k3-r10-quick-explicit-seed0"
     words = {"dataset": "cifar100", "preset": "tuned", "solver": "anderson", "schedule": "constant"}
-    words |= {"precision": "bf16", "evaluate": "validation", "compile": True, "tf32": True, "no_augmentation": True}
+    words |= {"precision": "bf16", "evaluate": "validation", "tf32": True, "no_augmentation": True}
     words |= {"e_w": 0.5, "e_h": 0.5, "majority": 4, "imbalance": "exp", "loss": "logit-adjusted"}
     words |= {"tol": 0.5, "momentum": 0.5}
     options = [spec.name for spec in fields(Experiment) if spec.metadata]

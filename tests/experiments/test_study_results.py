@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from nc_study.config import Setting
-from nc_study.paper import INCONSISTENT, PAPER, settings_of
+from nc_study.paper import INCONSISTENT, PAPER, paper_settings
 from nc_study.record import Accuracy, Spread
 from nc_study.results import network_result
 from study_helpers import made_up_epoch, made_up_settings
 
 
 def test_the_tables_are_complete_and_overall_is_the_class_mean_but_for_the_entries_marked():
-    assert set(PAPER) == set(settings_of("all", None, "cifar")) and len(PAPER) == 20
+    assert set(PAPER) == set(paper_settings("all", None, "cifar")) and len(PAPER) == 20
     assert PAPER[Setting("cifar10", 5, 100)]["deq"].minority == Spread(1.26, 4.93)
     assert PAPER[Setting("cifar100")]["deq"] == Accuracy(Spread(64.77, 0.36))
     for setting in filter(lambda setting: setting.majority, PAPER):
