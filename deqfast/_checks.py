@@ -48,8 +48,8 @@ def nearest(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> list[str]:
 
 def did_you_mean(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> str:
     """Return "; did you mean ...?" with the nearest names, or an empty string."""
-    found = nearest(name, names, cutoff)
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    near = nearest(name, names, cutoff)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str], elsewhere: Mapping[str, str]) -> None:
@@ -66,11 +66,11 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str], els
 
 def settings_of(name: str, kinds: Iterable[type]) -> dict[str, str]:
     """Return for every field of these dataclasses how to set it through `name`, in the first class that has it."""
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for kind in kinds:
         for field in inspect.signature(kind).parameters:
-            found.setdefault(field, f"{name}={kind.__name__}({field}=...)")
-    return found
+            places.setdefault(field, f"{name}={kind.__name__}({field}=...)")
+    return places
 
 
 @functools.cache
@@ -172,19 +172,15 @@ def check_batches(z0: Any, x: Any, error: RuntimeError) -> None:
     """Raise ValueError naming the shapes of z0 and x if their batches differ and the error mentions shapes."""
     complains = type(error) is RuntimeError and re.search(r"\b(size|shape)s?\b", str(error))
     if complains and isinstance(z0, Tensor) and isinstance(x, Tensor) and z0.shape[:1] != x.shape[:1]:
-        shapes = f"{tuple(z0.shape)} and {tuple(x.shape)}"
-        raise ValueError(
-            f"z0 and x have batches of different sizes, {shapes}, and the solve failed: {error}"
-        ) from error
+        sizes = f"batches of different sizes, {tuple(z0.shape)} and {tuple(x.shape)}"
+        raise ValueError(f"z0 and x have {sizes}, and the solve failed: {error}") from error
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise TypeError if `tensor` is sparse, nested or a DTensor."""
     if hasattr(tensor, "placements"):
-        raise TypeError(
-            f"{name} must be the local shard of a tensor that is spread over processes, {name}.to_local(), with "
-            "state_group= for their process group, got a DTensor"
-        )
+        shard = f"the local shard of a tensor that is spread over processes, {name}.to_local()"
+        raise TypeError(f"{name} must be {shard}, with state_group= for their process group, got a DTensor")
     if tensor.is_nested or tensor.layout != torch.strided:
         jagged = "a nested tensor, whose values() are rows for the `groups` of a solve"
         got = jagged if tensor.layout == torch.jagged else "a nested tensor" if tensor.is_nested else tensor.layout

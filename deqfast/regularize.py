@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_count
-from .state.groups import Groups
+from .state.groups import Grouping
 from .state.norms import largest, lengths, unit
 from .state.packing import Packing, countable, rows_dtype
 from .state.rows import per_row, rows_of, with_stand_ins
@@ -28,15 +28,13 @@ def jacobian_penalty(
     """Hutchinson's estimate of |J|_F^2 / D, averaged over the samples; add it to a loss with a small weight.
 
     It costs one evaluation of the cell and `probes` products with its Jacobian in z, which can be differentiated again.
-    The estimate is unbiased. Its relative standard deviation is about sqrt(2 / (B D probes)) for a dense J. Source: Bai
-    et al., ICML 2021, equation 7.
+    It is unbiased, with a relative deviation of about sqrt(2 / (B D probes)). Source: Bai et al., ICML 2021, (7).
 
     Samples for which the cell's value is not finite do not count, and get no gradient.
 
     Args:
         cell: the map (z, x) -> z.
-        z: the point, such as the value of a block: a tensor (B, ...) or a pytree of tensors, with D numbers per sample.
-            Detached here.
+        z: the point, detached here: a tensor (B, ...) or a pytree of tensors, with D numbers per sample.
         x: the second argument of `cell`; the penalty is differentiable in it and in the parameters.
         probes: number of random vectors from torch's generator, at least 1.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
@@ -50,8 +48,7 @@ def jacobian_penalty(
     Examples:
         >>> cell, x = deqfast.FCCell(3, 8), torch.randn(4, 3)
         >>> z = deqfast.DEQBlock(cell)(x)
-        >>> loss = z.square().mean() + 0.1 * deqfast.regularize.jacobian_penalty(cell, z, x)
-        >>> loss.backward()
+        >>> (z.square().mean() + 0.1 * deqfast.regularize.jacobian_penalty(cell, z, x)).backward()
     """
     check_count("probes", probes)
     with torch.inference_mode(False), torch.enable_grad():
@@ -61,8 +58,8 @@ def jacobian_penalty(
             leaves, outputs = _evaluated(cell, *with_stand_ins(cell, z, x, broken, per_sample))
         total = torch.zeros((), device=leaves[0].device, dtype=torch.float64)
         for _ in range(probes):
-            found = vjp(outputs, leaves, [_probe(y) for y in outputs], create_graph=True)
-            products = [torch.where(per_row(broken, p), 0, p) for p in found if p is not None]
+            pulled = vjp(outputs, leaves, [_probe(y) for y in outputs], create_graph=True)
+            products = [torch.where(per_row(broken, p), 0, p) for p in pulled if p is not None]
             total = total + sum(rows_of(p).double().square().sum() for p in products)
     width = sum(rows_of(leaf).shape[1] for leaf in leaves)
     return (total / (probes * width * (~broken).sum()).clamp_min(1)).to(rows_dtype(leaves))
@@ -90,11 +87,9 @@ def internalisation(z0: Any, z: Any) -> Tensor:
         ValueError: z0 has not the structure and shapes of z.
 
     Examples:
-        >>> propose, cell, x = torch.nn.Linear(3, 8), deqfast.FCCell(3, 8), torch.randn(4, 3)
-        >>> z0 = propose(x)
-        >>> z = deqfast.DEQBlock(cell)(x, z0)
-        >>> loss = z.square().mean() + 0.1 * deqfast.regularize.internalisation(z0, z)
-        >>> loss.backward()
+        >>> propose, block, x = torch.nn.Linear(3, 8), deqfast.DEQBlock(deqfast.FCCell(3, 8)), torch.randn(4, 3)
+        >>> z = block(x, z0 := propose(x))
+        >>> (z.square().mean() + 0.1 * deqfast.regularize.internalisation(z0, z)).backward()
     """
     ends, spec = pytree.tree_flatten(detached(z))
     starts, given = pytree.tree_flatten(z0)
@@ -104,13 +99,13 @@ def internalisation(z0: Any, z: Any) -> Tensor:
     wide = rows_dtype(ends)
     start, end = (torch.cat([rows_of(a).to(wide) for a in leaves], dim=1) for leaves in (starts, ends))
     counted, longest = end.any(dim=1), largest(end)  # over it, no square overflows, and the largest is 1
-    gap, size = (of.square().sum(dim=1) for of in (start / longest - end / longest, end / longest))
+    gap, size = (part.square().sum(dim=1) for part in (start / longest - end / longest, end / longest))
     return torch.where(counted, gap / torch.where(counted, size, 1), 0).sum() / counted.sum().clamp_min(1)
 
 
 @torch.no_grad()
 def spectral_radius(
-    cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50, groups: Groups | Tensor | str | None = None
+    cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50, groups: Grouping = None
 ) -> Tensor:
     """Spectral radius of the Jacobian of cell(., x) at z, one per sample. If it is below 1, plain iteration converges.
 
@@ -146,9 +141,9 @@ def spectral_radius(
         leaves, outputs = _evaluated(cell, z, x)
 
     def product(v: Tensor) -> Tensor:
-        found = vjp(outputs, leaves, packing.spec.flatten_up_to(packing.unpack(v.to(packing.dtype))))
-        found = [torch.zeros_like(leaf) if p is None else p for p, leaf in zip(found, leaves, strict=True)]
-        return packing.pack(pytree.tree_unflatten(found, packing.spec)).double()
+        pulled = vjp(outputs, leaves, packing.spec.flatten_up_to(packing.unpack(v.to(packing.dtype))))
+        products = [torch.zeros_like(leaf) if p is None else p for p, leaf in zip(pulled, leaves, strict=True)]
+        return packing.pack(pytree.tree_unflatten(products, packing.spec)).double()
 
     steps = min(KRYLOV, iterations)
     v = unit(packing.pack(pytree.tree_map(torch.randn_like, z)).double())

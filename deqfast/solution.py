@@ -22,8 +22,7 @@ class Status(IntEnum):
     Attributes:
         CONVERGED: the residual met the tolerance at a fixed point, see ``Solver``.
         NONFINITE: f returned NaN or infinity.
-        STALLED: the residual reached the rounding floor of f, above the tolerance. Only if f computes in bfloat16,
-            float16 or TF32, or the state has such a dtype.
+        STALLED: the residual reached the rounding floor of an f in bfloat16, float16 or TF32, above the tolerance.
         INCONSISTENT: the residual met the tolerance in the solve, but not when f was called again at z* for the
             gradient. Then f couples the samples, see `groups` of ``solve``, or changes between calls.
         STOPPED: the caller's rule `stop_fn` ended the solve of the sample.
@@ -122,16 +121,13 @@ class Solution:
         residual: (B,) what the solver judged by: residual_abs if its `rtol` is 0, else residual_rel.
         residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / rtol) at `value`, in the solver's norm. The denominator is
             |f(z)| if atol or rtol is 0. Infinite if f was never finite.
-        residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
-            of the divided state.
+        residual_abs: (B,) |f(z) - z| at `value`, or infinite likewise. `scale` divides z for all residuals.
         evaluations: calls of f in the solve, without the gradient's. Reading it waits for a captured solve to end.
-        sample_evaluations: samples in all these calls together: evaluations * B, fewer with `drop_converged`. In a
-            causal solve these are positions.
+        sample_evaluations: samples (if causal, positions) in all these calls; fewer with `drop_converged`.
         trace: (evaluations, B) residual of the best iterate after every evaluation; None if it was not recorded.
         trace_rel: the trace of ``residual_rel``, or None.
         trace_abs: the trace of ``residual_abs``, or None.
-        position_iterations: (B, T) int32 of a causal solve, the `iterations` of each position; else, and under
-            ``torch.compile``, None.
+        position_iterations: (B, T) int32 of a causal solve, not compiled: the `iterations` of each position.
 
     Examples:
         >>> slope = torch.tensor([[0.5], [1.0]])
@@ -140,8 +136,6 @@ class Solution:
         Solution(1 CONVERGED, 1 MAX_ITER, evaluations=15)
         >>> solution.converged.tolist(), solution.iterations.tolist()
         ([True, False], [10, 15])
-        >>> (solution.residual < 1e-3).tolist()
-        [True, False]
     """
 
     value: Any
@@ -198,11 +192,6 @@ class Late:
         return Late(lambda *given: work(*given[:first], self.work(*given[first:])), *tensors, *self.tensors)
 
 
-def _late() -> Any:
-    """Default of a field that may be late."""
-    return _LateField()
-
-
 class _LateField:
     """Field that may be given as a ``Late``."""
 
@@ -222,11 +211,11 @@ class _LateField:
 class LateSolution(Solution):
     """Solution whose numbers a device still computes: each is a ``Late`` until it is read."""
 
-    evaluations: int = _late()
-    sample_evaluations: int = _late()
-    trace: Tensor | None = _late()
-    trace_rel: Tensor | None = _late()
-    trace_abs: Tensor | None = _late()
+    evaluations: Any = _LateField()
+    sample_evaluations: Any = _LateField()
+    trace: Any = _LateField()
+    trace_rel: Any = _LateField()
+    trace_abs: Any = _LateField()
 
     def __getstate__(self) -> dict[str, Any]:
         """State with the numbers, for which this waits."""

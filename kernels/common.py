@@ -8,8 +8,6 @@ The verdict on a sample determines what the last launch does with its iterate: k
 best one, or neither.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -377,8 +375,3 @@ def carry_out(improved, failed, p_z, p_best, D, BLK: tl.constexpr):
     if failed:
         copy_row(p_z, p_best, D, BLK)
     tl.debug_barrier()
-
-
-def rule_arguments(rule: Any) -> dict[str, float]:
-    """The numbers of a ``StopRule`` as arguments of a kernel, with booleans as integers."""
-    return {name: int(value) if isinstance(value, bool) else value for name, value in rule._asdict().items()}

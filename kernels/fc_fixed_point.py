@@ -19,22 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import constants
-from .common import (
-    constant,
-    has_converged,
-    is_better,
-    is_finite,
-    is_sound,
-    magnitude,
-    relative,
-    rule_arguments,
-    scalar,
-    square_root,
-    status_of,
-    tiny_and_max,
-)
-from .config import FC_ROWS, MAX_REGISTERS, device_guard, fc_config, picard_config
+from . import common, constants
+from .common import constant, scalar
+from .config import FC_ROWS, MAX_REGISTERS, fc_config, picard_config
+from .launch import launch
 
 RELU = tl.constexpr(constants.RELU)
 TANH = tl.constexpr(constants.TANH)
@@ -103,18 +91,18 @@ def _length_of(square, b_v):
 
     The scale brings float32 numbers whose squares underflow or overflow to numbers whose squares do not.
     """
-    _, largest = tiny_and_max(square.dtype)
-    scale = tl.where(is_finite(square), 2.0**90, 2.0**-90)
+    _, largest = common.tiny_and_max(square.dtype)
+    scale = tl.where(common.is_finite(square), 2.0**90, 2.0**-90)
     scaled = tl.sum((b_v * scale[:, None]) * (b_v * scale[:, None]), axis=1)
-    length = tl.where(is_finite(scaled), tl.minimum(square_root(scaled) / scale, largest), float("inf"))
-    return tl.where(is_sound(square), square_root(square), length)
+    length = tl.where(common.is_finite(scaled), tl.minimum(common.square_root(scaled) / scale, largest), float("inf"))
+    return tl.where(common.is_sound(square), common.square_root(square), length)
 
 
 @triton.jit
 def _norm(b_v, MAXIMUM: tl.constexpr):
     """Norms of rows, as ``common.norms_of``, but without a branch: some versions of triton spill next to one."""
     if MAXIMUM:
-        return tl.max(magnitude(b_v), axis=1)
+        return tl.max(common.magnitude(b_v), axis=1)
     else:
         return _length_of(tl.sum(b_v * b_v, axis=1), b_v)
 
@@ -122,7 +110,7 @@ def _norm(b_v, MAXIMUM: tl.constexpr):
 @triton.jit
 def _relative_of_best(b_abs, b_size, offset):
     """|f(z) - z| / (|f(z)| + offset) of the best iterates; infinite if no value was finite."""
-    return tl.where(is_finite(b_abs), relative(b_abs, b_size, offset), float("inf"))
+    return tl.where(common.is_finite(b_abs), common.relative(b_abs, b_size, offset), float("inf"))
 
 
 @triton.jit(do_not_specialize=["B", "absolute", "max_iter"])
@@ -179,13 +167,13 @@ def _fc_fixed_point_kernel(
         res_abs = _norm(b_f - b_z, maximum)
         f_norm = _norm(b_f, maximum)
         # The judgement of every row, as in common.judge.
-        finite = is_finite(res_abs) & is_finite(f_norm)
+        finite = common.is_finite(res_abs) & common.is_finite(f_norm)
         sound = running & finite
-        res_rel = relative(res_abs, f_norm, offset)
+        res_rel = common.relative(res_abs, f_norm, offset)
         b_first = tl.where(k == 0, res_abs, b_first)
         b_start = tl.where(k == 0, tl.maximum(f_norm, res_abs), b_start)
-        converged = has_converged(res_abs, res_rel, f_norm, b_first, b_start, tol, absolute, stall_floor, offset)
-        improved = sound & (converged | is_better(res_abs, f_norm, b_abs, b_size, stall_floor))
+        converged = common.has_converged(res_abs, res_rel, f_norm, b_first, b_start, tol, absolute, stall_floor, offset)
+        improved = sound & (converged | common.is_better(res_abs, f_norm, b_abs, b_size, stall_floor))
         tl.store(p_value + o, b_z, mask=m & improved[:, None])
         b_abs = tl.where(improved, res_abs, b_abs)
         b_size = tl.where(improved, f_norm, b_size)
@@ -195,7 +183,7 @@ def _fc_fixed_point_kernel(
         b_gain_k = tl.where(gained, now, b_gain_k)
         stalled = (_relative_of_best(b_abs, b_size, offset) < floor) & (now - b_gain_k >= constant("STALL_ITERATIONS"))
         has_met = (b_status == HAS_MET) | (tl.where(absolute != 0, res_abs, res_rel) <= scalar(tol, tl.float32))
-        verdict = status_of(finite, converged, stalled, has_met, k + 1 == max_iter)
+        verdict = common.status_of(finite, converged, stalled, has_met, k + 1 == max_iter)
         verdict = tl.where((verdict == constant("RUNNING")) & has_met, HAS_MET, verdict)
         k += 1
         b_iterations = tl.where(running, k, b_iterations)
@@ -240,43 +228,16 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
         value.copy_(wide[:, :features])
         return
     config = fc_config(features)
-    with device_guard(a.c):
-        _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](
-            p_w=a.weight,
-            p_c=a.c,
-            p_z0=a.z0,
-            p_value=value,
-            p_status=status,
-            p_iterations=iterations,
-            p_residual=residual,
-            B=batch,
-            D=features,
-            max_iter=a.max_iter,
-            **rule_arguments(a.rule),
-            ACTIVATION=a.activation,
-            INTERPRETED=not isinstance(_fc_fixed_point_kernel, triton.JITFunction),
-            ROWS=FC_ROWS,
-            DP=config.block,
-            num_warps=config.num_warps,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,
-        )
+    results = {"p_value": value, "p_status": status, "p_iterations": iterations, "p_residual": residual}
+    sizes = {"B": batch, "D": features, "ROWS": FC_ROWS, "DP": config.block, "num_warps": config.num_warps}
+    choices = {"ACTIVATION": a.activation, "INTERPRETED": not isinstance(_fc_fixed_point_kernel, triton.JITFunction)}
+    grid = (triton.cdiv(batch, FC_ROWS),)
+    launch(_fc_fixed_point_kernel, grid, a, a.c, p_w=a.weight, **results, **sizes, **choices, maxnreg=MAX_REGISTERS)
 
 
 def fc_vjp(a: Any, result: Tensor) -> None:
     """result = grad * act'(pre)."""
-    size = a.pre.numel()
-    if size == 0:
-        return
-    config = picard_config(size, a.pre.dtype)
-    with device_guard(a.pre):
-        _fc_vjp_kernel[(triton.cdiv(size, config.block),)](
-            p_pre=a.pre,
-            p_grad=a.grad,
-            p_result=result,
-            N=size,
-            ACTIVATION=a.activation,
-            BLK=config.block,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+    if size := a.pre.numel():
+        config = picard_config(size, a.pre.dtype)
+        given = {"N": size, "ACTIVATION": a.activation, "BLK": config.block, "num_warps": config.num_warps}
+        launch(_fc_vjp_kernel, (triton.cdiv(size, config.block),), a, a.pre, p_result=result, **given)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import device_guard
 
-OPTIONS = ("num_warps", "maxnreg")  # of the compiler
+OPTIONS = ("num_warps", "maxnreg", "num_stages")  # of the compiler
 ALIGNMENT = 16  # bytes; triton compiles other code for a tensor that begins elsewhere
 # The tensors by which every step judges its samples.
 MONITOR = ("best", "status", "iterations", "residual", "progress", "active")
@@ -32,7 +32,7 @@ class Launch:
         buffers: names of the tensors that a plan allocates, and of the results.
         rule: names of the numbers of the stop rule.
 
-    Other arguments are found in the table of the step, under their names without "p_".
+    Other arguments are taken from the table of the step, under their names without "p_".
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class Launch:
         names = kernel.arg_names
         self._options = {"enable_fp_fusion": False} | {name: given[name] for name in OPTIONS if name in given}
         fixed = {name: value for name, value in given.items() if name in names}
-        found = [name for name in names if name not in fixed and name not in buffers]
-        find = attrgetter(*(f"rule.{name}" if name in rule else name.removeprefix("p_") for name in found))
-        self._find: Callable[[Any], tuple[Any, ...]] = find if len(found) > 1 else lambda a: (find(a),)
+        own = [name for name in names if name not in fixed and name not in buffers]
+        take = attrgetter(*(f"rule.{name}" if name in rule else name.removeprefix("p_") for name in own))
+        self._take: Callable[[Any], tuple[Any, ...]] = take if len(own) > 1 else lambda a: (take(a),)
         self._fixed = tuple(fixed.values())
-        self._in_order = itemgetter(*map([*found, *fixed, *buffers].index, names))
+        self._in_order = itemgetter(*map([*own, *fixed, *buffers].index, names))
         self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
         self._compiled: Callable[..., None] | None = None
 
     def __call__(self, a: Any, buffers: list[Tensor]) -> None:
-        arguments = self._in_order((*self._find(a), *self._fixed, *buffers))
+        arguments = self._in_order((*self._take(a), *self._fixed, *buffers))
         if self._compiled is not None:
             self._compiled(*arguments)
             return
@@ -58,6 +58,12 @@ class Launch:
         compiled = self._kernel[self._grid](*integers, **self._options)
         if compiled is not None:  # else interpreted
             self._compiled = compiled[self._grid]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], a: Any, state: Tensor, **given: Any) -> None:
+    """Launch a kernel once, on the device of `state`; see ``Launch``. For calls of an op that have no plan."""
+    with device_guard(state):
+        Launch(kernel, grid, given, [], a.rule._fields if hasattr(a, "rule") else ())(a, [])
 
 
 class Plan:
@@ -89,9 +95,11 @@ class Plans:
         self._plans: dict[Hashable, Plan] = {}
 
     def run(self, a: Any, *choices: Hashable, results: Iterable[Tensor] = ()) -> None:
-        """Run the call of `a`. A plan depends on the state's layout and on the `choices`, values of `a`."""
+        """Run the call of `a`; nothing for an empty batch. A plan depends on the state's layout, and on `choices`."""
         tensors = self._tensors(a)
         state = tensors[0]
+        if not len(state):
+            return
         offsets = [address % ALIGNMENT for address in map(Tensor.data_ptr, tensors)]
         key = (*choices, *offsets, state.shape, state.dtype, state.device)
         with device_guard(state):

@@ -27,25 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import picard_step
-from .common import (
-    carry_out,
-    columns,
-    has_ended,
-    judge,
-    norm_number,
-    norms_of,
-    norms_of_parts,
-    scalar,
-    store_no_verdict,
-    store_norms,
-    store_number,
-    store_verdict,
-    sum_numbers,
-    take_verdict,
-    unpack_verdict,
-    window_at,
-)
+from . import common, picard_step
+from .common import scalar
 from .config import (
     JUDGE_CONFIG,
     MAX_INLINE_WINDOW,
@@ -73,7 +56,7 @@ def number_of(name, padded):
     "new": see ``_store_newest``; "g", "y", "s": dots of these vectors with rows of the history, by slot.
     """
     first = {"new": 0, "g": 8, "y": 8 + padded, "s": 8 + 2 * padded, "end": 8 + 3 * padded}
-    return norm_number("end") + first[name]
+    return common.norm_number("end") + first[name]
 
 
 @triton.jit
@@ -309,10 +292,10 @@ def _multisecant_left_kernel(
     The sums are numbers of ``number_of`` if SHARED. Else they are those of the whole sample, which is judged here.
     """
     i_b = tl.program_id(0).to(tl.int64)
-    if has_ended(p_status, i_b):
+    if common.has_ended(p_status, i_b):
         return
-    n, newest, _ = window_at(p_iterations, i_b, 0, n, newest, newest, M)
-    begin, end = columns(D, BLK)
+    n, newest, _ = common.window_at(p_iterations, i_b, 0, n, newest, newest, M)
+    begin, end = common.columns(D, BLK)
     p_z += i_b * D
     p_fz += i_b * D
     sample = (p_z, p_fz, p_f_prev + i_b * D, p_left + i_b * M * D, p_df + i_b * M * D)
@@ -326,22 +309,22 @@ def _multisecant_left_kernel(
             if SHARED:
                 if first == 0:
                     gg, ff = _entry(b_new, 4), _entry(b_new, 5)
-                    store_norms(p_numbers, p_z + begin, p_fz + begin, end - begin, gg, ff, maximum, BLK)
-                    store_number(p_numbers, number_of("new", MP) + tl.arange(0, 8), b_new)
+                    common.store_norms(p_numbers, p_z + begin, p_fz + begin, end - begin, gg, ff, maximum, BLK)
+                    common.store_number(p_numbers, number_of("new", MP) + tl.arange(0, 8), b_new)
                 slot = first + tl.arange(0, t.shape[0])
-                store_number(p_numbers, number_of("g", MP) + slot, t)
-                store_number(p_numbers, number_of("y", MP) + slot, q)
+                common.store_number(p_numbers, number_of("g", MP) + slot, t)
+                common.store_number(p_numbers, number_of("y", MP) + slot, q)
                 if takes_row(METHOD):
-                    store_number(p_numbers, number_of("s", MP) + slot, p)
+                    common.store_number(p_numbers, number_of("s", MP) + slot, p)
             else:
                 if first == 0:
                     gg, ff = _entry(b_new, 4), _entry(b_new, 5)
-                    res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
+                    res_norm, f_norm = common.norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
                     monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
                     rule = (tol, absolute, stall_floor, offset)
-                    running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, False)
-                    store_verdict(p_verdict, improved, failed)
-                    carry_out(improved & (running == 0), failed, p_z, p_best + i_b * D, D, BLK)
+                    running, improved, failed = common.judge(monitor, i_b, B, res_norm, f_norm, k, rule, False)
+                    common.store_verdict(p_verdict, improved, failed)
+                    common.carry_out(improved & (running == 0), failed, p_z, p_best + i_b * D, D, BLK)
                     if running:
                         _store_newest(p_gram, p_t, window, b_new)
                 if running:
@@ -352,10 +335,10 @@ def _multisecant_left_kernel(
 def _summed(p_numbers, S, METHOD: tl.constexpr, MP: tl.constexpr):
     """The sums of ``_sweep_left`` over the S programs of a sample."""
     o_i = tl.arange(0, MP)
-    b_new = sum_numbers(p_numbers, number_of("new", MP) + tl.arange(0, 8), S)
-    t = sum_numbers(p_numbers, number_of("g", MP) + o_i, S)
-    q = sum_numbers(p_numbers, number_of("y", MP) + o_i, S)
-    return b_new, t, q, sum_numbers(p_numbers, number_of("s", MP) + o_i, S) if takes_row(METHOD) else q
+    b_new = common.sum_numbers(p_numbers, number_of("new", MP) + tl.arange(0, 8), S)
+    t = common.sum_numbers(p_numbers, number_of("g", MP) + o_i, S)
+    q = common.sum_numbers(p_numbers, number_of("y", MP) + o_i, S)
+    return b_new, t, q, common.sum_numbers(p_numbers, number_of("s", MP) + o_i, S) if takes_row(METHOD) else q
 
 
 @triton.jit(do_not_specialize=["M", "W", "S", "n", "newest"])
@@ -375,7 +358,7 @@ def _multisecant_totals_kernel(
 ):
     """The sums of ``deqfast.ops.steps.MultisecantSums`` of a row, from the numbers of its S programs."""
     i_b = tl.program_id(0).to(tl.int64)
-    if has_ended(p_status, i_b):
+    if common.has_ended(p_status, i_b):
         return
     _, _, p_numbers = _scratch_of(p_scratch, i_b, M, W)
     b_new, t, q, p = _summed(p_numbers, S, METHOD, MP)
@@ -402,7 +385,7 @@ def _multisecant_enter_kernel(
     """The verdict on a row, which the op was given; from the sums over all parts t, and the newest pair into N."""
     i_b = tl.program_id(0).to(tl.int64)
     p_t, p_to, _ = _scratch_of(p_scratch, i_b, M, W)
-    if take_verdict(p_verdict, p_status, p_to, i_b) & (n > 0):
+    if common.take_verdict(p_verdict, p_status, p_to, i_b) & (n > 0):
         o_i = tl.arange(0, MP)
         m_i = o_i < n
         p_gram += i_b * (M + 2) * M
@@ -446,16 +429,16 @@ def _multisecant_judge_kernel(
     """The verdict, t = L^T g, and L^T y into N, from the numbers that the S programs of sweep 1 stored of a sample."""
     i_b = tl.program_id(0).to(tl.int64)
     p_t, p_verdict, p_numbers = _scratch_of(p_scratch, i_b, M, W)
-    if has_ended(p_status, i_b):
-        store_no_verdict(p_verdict)
+    if common.has_ended(p_status, i_b):
+        common.store_no_verdict(p_verdict)
         return
-    n, newest, _ = window_at(p_iterations, i_b, 0, n, newest, newest, M)
+    n, newest, _ = common.window_at(p_iterations, i_b, 0, n, newest, newest, M)
     p_gram += i_b * (M + 2) * M
-    res_norm, f_norm = norms_of_parts(p_numbers, S, maximum, BLK)
+    res_norm, f_norm = common.norms_of_parts(p_numbers, S, maximum, BLK)
     monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
     rule = (tol, absolute, stall_floor, offset)
-    running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, False)
-    store_verdict(p_verdict, improved, failed)
+    running, improved, failed = common.judge(monitor, i_b, B, res_norm, f_norm, k, rule, False)
+    common.store_verdict(p_verdict, improved, failed)
     if running:
         window = (M, n, newest)
         b_new, t, q, p = _summed(p_numbers, S, METHOD, MP)
@@ -479,9 +462,9 @@ def _multisecant_solve_kernel(
 ):
     """N gamma = t of a sample; gamma takes the place of t."""
     i_b = tl.program_id(0).to(tl.int64)
-    if has_ended(p_status, i_b):
+    if common.has_ended(p_status, i_b):
         return
-    n, newest, _ = window_at(p_iterations, i_b, 1, n, newest, newest, M)
+    n, newest, _ = common.window_at(p_iterations, i_b, 1, n, newest, newest, M)
     m_i = tl.arange(0, MP) < n
     p_t, _, _ = _scratch_of(p_scratch, i_b, M, W)
     p_t += slots_by_age(newest, M, MP)
@@ -586,17 +569,17 @@ def _multisecant_right_kernel(
     SHARED, it goes to the numbers "s" of ``number_of``.
     """
     i_b = tl.program_id(0).to(tl.int64)
-    n, newest, new = window_at(p_iterations, i_b, 1, n, newest, new, M)
-    begin, end = columns(D, BLK)
+    n, newest, new = common.window_at(p_iterations, i_b, 1, n, newest, new, M)
+    begin, end = common.columns(D, BLK)
     p_z += i_b * D
     p_best += i_b * D
     p_t, p_verdict, p_numbers = _scratch_of(p_scratch, i_b, M, W)
     # The first iterate is kept by the kernel before, unless the step is cut in halves.
     has_verdict = True if p_iterations is None else n > 0
-    improved, failed = unpack_verdict(tl.load(p_verdict, mask=has_verdict, other=0.0))
-    if has_ended(p_status, i_b):
+    improved, failed = common.unpack_verdict(tl.load(p_verdict, mask=has_verdict, other=0.0))
+    if common.has_ended(p_status, i_b):
         if SHARED:
-            carry_out(improved, failed, p_z + begin, p_best + begin, end - begin, BLK)
+            common.carry_out(improved, failed, p_z + begin, p_best + begin, end - begin, BLK)
         return
     sample = (p_z, p_fz + i_b * D, p_best, p_left + (i_b * M + new) * D, p_df + i_b * M * D)
     window = (M, n, newest)
@@ -609,7 +592,7 @@ def _multisecant_right_kernel(
     if holds_steps(METHOD):
         o_i = tl.arange(0, MP)
         if SHARED:
-            store_number(p_numbers, number_of("s", MP) + o_i, r)
+            common.store_number(p_numbers, number_of("s", MP) + o_i, r)
         else:
             tl.store(p_gram + new * M + o_i, r, mask=o_i < n)
 
@@ -618,12 +601,12 @@ def _multisecant_right_kernel(
 def _multisecant_row_kernel(p_status, p_iterations, p_gram, p_scratch, M, W, S, n, new, MP: tl.constexpr):
     """DF^T s of a sample into row `new` of N, from the numbers that the S programs of sweep 2 stored of it."""
     i_b = tl.program_id(0).to(tl.int64)
-    if has_ended(p_status, i_b):
+    if common.has_ended(p_status, i_b):
         return
-    n, _, new = window_at(p_iterations, i_b, 1, n, new, new, M)
+    n, _, new = common.window_at(p_iterations, i_b, 1, n, new, new, M)
     o_i = tl.arange(0, MP)
     _, _, p_numbers = _scratch_of(p_scratch, i_b, M, W)
-    r = sum_numbers(p_numbers, number_of("s", MP) + o_i, S)
+    r = common.sum_numbers(p_numbers, number_of("s", MP) + o_i, S)
     tl.store(p_gram + (i_b * (M + 2) + new) * M + o_i, r, mask=o_i < n)
 
 
@@ -652,13 +635,13 @@ def _transposed_dots_kernel(
     """DF^T v by slot over one program's columns; p_numbers (B, MP, S)."""
     i_b = tl.program_id(0).to(tl.int64)
     window = _window_of(p_count, p_newest, i_b, M)
-    begin, end = columns(D, BLK)
+    begin, end = common.columns(D, BLK)
     dtype: tl.constexpr = p_v.dtype.element_ty
     b_t = _dots(
         *(p_v + i_b * D, p_df + i_b * M * D, window, D, begin, end),
         *(PAIRS, ROWS, FOLD, BLK, dtype),
     )
-    store_number(p_numbers + i_b * MP * tl.num_programs(1), tl.arange(0, MP), _sum_all(b_t))
+    common.store_number(p_numbers + i_b * MP * tl.num_programs(1), tl.arange(0, MP), _sum_all(b_t))
 
 
 @triton.jit(do_not_specialize=["M", "S"])
@@ -679,7 +662,7 @@ def _transposed_gamma_kernel(
     _, n, newest = _window_of(p_count, p_newest, i_b, M)
     m_i = tl.arange(0, MP) < n
     slot = tl.where(m_i, slots_by_age(newest, M, MP), 0)
-    b_t = sum_numbers(p_numbers + i_b * MP * S, slot, S)
+    b_t = common.sum_numbers(p_numbers + i_b * MP * S, slot, S)
     b_gamma = warp_gamma(p_gram + i_b * (M + 2) * M, b_t, M, n, newest, ridge, METHOD, MP, True)
     tl.store(p_gamma + i_b * M + slot, b_gamma, mask=m_i)
 
@@ -704,7 +687,7 @@ def _transposed_product_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = p_v.dtype.element_ty
     window = _window_of(p_count, p_newest, i_b, M)
-    begin, end = columns(D, BLK)
+    begin, end = common.columns(D, BLK)
     for start in tl.range(begin, end, BLK, disable_licm=True):
         o_d = start + tl.arange(0, BLK)
         m_d = o_d < end
@@ -721,79 +704,10 @@ def _plan_transposed(a: Any, method: int, history: int, history_dtype: torch.dty
     batch, size = a.v.shape
     padded, (sweep, parts) = padded_window(history), transposed_config(size, history, a.v.dtype, history_dtype)
     plan = Plan(a, "p_out", p_numbers=(batch, padded, parts), p_gamma=(batch, history))
-    plan.add(_transposed_dots_kernel, (batch, parts), D=size, M=history, MP=padded, **sweep.arguments())
+    given = {"D": size, "M": history, "MP": padded, **sweep.arguments()}
+    plan.add(_transposed_dots_kernel, (batch, parts), **given)
     plan.add(_transposed_gamma_kernel, (batch,), M=history, S=parts, METHOD=method, MP=padded, num_warps=1)
-    plan.add(_transposed_product_kernel, (batch, parts), D=size, M=history, **sweep.arguments())
-    return plan
-
-
-_TRANSPOSED_PLANS = Plans(_plan_transposed, ("v", "left", "df", "gram", "newest", "count"))
-
-
-def multisecant_transposed(a: Any, out: Tensor) -> None:
-    """out = alpha (beta v - L gamma) with N^T gamma = DF^T v."""
-    if len(a.v):
-        _TRANSPOSED_PLANS.run(a, a.method, a.left.shape[1], a.left.dtype, results=[out])
-
-
-def _plan(a: Any, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
-    batch, size = a.z.shape
-    pairs = history if n < 0 else n
-    padded, programs = padded_window(pairs), programs_per_sample(batch, size, a.z.device)
-    shared = programs > 1
-    width = history + 1 + number_of("end", padded) * programs * shared
-    plan = Plan(a, p_scratch=(batch, width))
-    window = {"M": history, "W": width, "n": n, "newest": (new - 1) % history, "METHOD": method, "MP": padded}
-    sums = {"S": programs, "BLK": JUDGE_CONFIG.block, "num_warps": 1, "maxnreg": MAX_REGISTERS}
-    grid, inline = (batch, programs), padded <= MAX_INLINE_WINDOW
-    if n:
-        left = sweep_config(size, pairs, 3 if takes_row(method) else 2, a.z.dtype, history_dtype).arguments()
-        plan.add(_multisecant_left_kernel, grid, B=batch, D=size, SHARED=shared, **window, **left)
-        if shared:
-            plan.add(_multisecant_judge_kernel, (batch,), B=batch, **window, **sums)
-        if not inline:
-            plan.add(_multisecant_solve_kernel, (batch,), **window, num_warps=1)
-    right = sweep_config(size, pairs, 1.5, a.z.dtype, history_dtype).arguments()
-    plan.add(_multisecant_right_kernel, grid, D=size, new=new, SHARED=shared, SOLVE=inline, **window, **right)
-    if n and shared and holds_steps(method):
-        plan.add(_multisecant_row_kernel, (batch,), new=new, **window, **sums)
-    return plan
-
-
-_PLANS = Plans(_plan, ("z", "fz", *MONITOR, "f_prev", "left", "df", "gram"))
-
-
-def multisecant_step(a: Any) -> None:
-    """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
-    history = a.left.shape[1]
-    n = min(a.k, history) if a.k >= 0 else -1  # only the device knows the number: kernels for the whole history
-    if a.last or n == 0:
-        picard_step.run(a, hold=True)
-    if not a.last and len(a.z):
-        _PLANS.run(a, n, a.k % history, a.method, history, a.left.dtype)
-
-
-def _plan_half(a: Any, sums: bool, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
-    batch, size = a.z.shape
-    padded, programs = padded_window(n), programs_per_sample(batch, size, a.z.device)
-    width = history + 1 + number_of("end", padded) * programs
-    window = {"M": history, "W": width, "n": n, "newest": (new - 1) % history, "METHOD": method, "MP": padded}
-    window |= {"p_iterations": None, "D": size, "S": programs, "SHARED": True}
-    grid, inline, warp = (batch, programs), padded <= MAX_INLINE_WINDOW, {"num_warps": 1, "maxnreg": MAX_REGISTERS}
-    if sums:
-        plan = Plan(a, p_scratch=(batch, width))
-        left = sweep_config(size, n, 3 if takes_row(method) else 2, a.z.dtype, history_dtype).arguments()
-        plan.add(_multisecant_left_kernel, grid, **UNJUDGED, **window, **left)
-        plan.add(_multisecant_totals_kernel, (batch,), **window, **warp)
-        return plan
-    plan = Plan(a, p_scratch=(batch, width), p_status=(batch,))
-    plan.add(_multisecant_enter_kernel, (batch,), **window, **warp)
-    if n and not inline:
-        plan.add(_multisecant_solve_kernel, (batch,), **window, num_warps=1)
-    right = sweep_config(size, n, 1.5, a.z.dtype, history_dtype).arguments()
-    plan.add(_multisecant_right_kernel, grid, new=new, SOLVE=inline, **window, **right)
-    if n and holds_steps(method):
-        plan.add(_multisecant_row_kernel, (batch,), new=new, **window, **warp)
+    plan.add(_transposed_product_kernel, (batch, parts), **given)
     return plan
 
 
@@ -801,21 +715,69 @@ def _plan_half(a: Any, sums: bool, n: int, new: int, method: int, history: int, 
 UNJUDGED: dict[str, Any] = {name: None for name in ("p_best", "p_residual", "p_progress", "p_active")}
 UNJUDGED |= {"B": 0, "tol": 0.0, "absolute": 0, "stall_floor": 0.0, "offset": 0.0, "maximum": 0}
 
-_SUMS_PLANS = Plans(_plan_half, ("z", "fz", "status", "f_prev", "left", "df", "gram", "sums"))
-_APPLY_PLANS = Plans(_plan_half, ("z", "fz", "best", "verdict", "left", "df", "gram", "sums"))
+
+def _plan(a: Any, half: str, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
+    batch, size = a.z.shape
+    pairs = history if n < 0 else n
+    padded, programs = padded_window(pairs), programs_per_sample(batch, size, a.z.device)
+    is_shared, is_inline = bool(half) or programs > 1, padded <= MAX_INLINE_WINDOW
+    width = history + 1 + number_of("end", padded) * programs * is_shared
+    plan = Plan(a, p_scratch=(batch, width), **{"p_status": (batch,)} if half == "apply" else {})
+    given: dict[str, Any] = {"B": batch, "D": size, "M": history, "W": width, "S": programs, "n": n, "new": new}
+    given |= {"newest": (new - 1) % history, "METHOD": method, "MP": padded, "SHARED": is_shared, "SOLVE": is_inline}
+    given |= {"p_iterations": None} if half else {}
+    per_sample = given | {"BLK": JUDGE_CONFIG.block, "num_warps": 1, "maxnreg": MAX_REGISTERS}
+
+    def sweep(held: float) -> dict[str, Any]:
+        return given | sweep_config(size, pairs, held, a.z.dtype, history_dtype).arguments()
+
+    if half == "apply":
+        plan.add(_multisecant_enter_kernel, (batch,), **per_sample)
+    elif n:
+        left = sweep(3 if takes_row(method) else 2) | (UNJUDGED if half else {})
+        plan.add(_multisecant_left_kernel, (batch, programs), **left)
+        if is_shared:
+            plan.add(_multisecant_totals_kernel if half else _multisecant_judge_kernel, (batch,), **per_sample)
+    if half == "sums":
+        return plan
+    if n and not is_inline:
+        plan.add(_multisecant_solve_kernel, (batch,), **given, num_warps=1)
+    plan.add(_multisecant_right_kernel, (batch, programs), **sweep(1.5))
+    if n and is_shared and holds_steps(method):
+        plan.add(_multisecant_row_kernel, (batch,), **per_sample)
+    return plan
 
 
-def _run_half(plans: Plans, a: Any) -> None:
+_TRANSPOSED_PLANS = Plans(_plan_transposed, ("v", "left", "df", "gram", "newest", "count"))
+_PLANS = Plans(_plan, ("z", "fz", *MONITOR, "f_prev", "left", "df", "gram"))
+_SUMS_PLANS = Plans(_plan, ("z", "fz", "status", "f_prev", "left", "df", "gram", "sums"))
+_APPLY_PLANS = Plans(_plan, ("z", "fz", "best", "verdict", "left", "df", "gram", "sums"))
+
+
+def _run(plans: Plans, a: Any, half: str, n: int) -> None:
     history = a.left.shape[1]
-    if len(a.z):
-        plans.run(a, plans is _SUMS_PLANS, min(a.k, history), a.k % history, a.method, history, a.left.dtype)
+    plans.run(a, half, n, a.k % history, a.method, history, a.left.dtype)
+
+
+def multisecant_step(a: Any) -> None:
+    """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
+    n = min(a.k, a.left.shape[1]) if a.k >= 0 else -1  # only the device knows the number: kernels for all of it
+    if a.last or n == 0:
+        picard_step.run(a, hold=True)
+    if not a.last:
+        _run(_PLANS, a, "", n)
 
 
 def multisecant_sums(a: Any) -> None:
     """The sums of every running row; completes its newest pair."""
-    _run_half(_SUMS_PLANS, a)
+    _run(_SUMS_PLANS, a, "sums", min(a.k, a.left.shape[1]))
 
 
 def multisecant_apply(a: Any) -> None:
     """The step, by the verdicts and the sums over all parts."""
-    _run_half(_APPLY_PLANS, a)
+    _run(_APPLY_PLANS, a, "apply", min(a.k, a.left.shape[1]))
+
+
+def multisecant_transposed(a: Any, out: Tensor) -> None:
+    """out = alpha (beta v - L gamma) with N^T gamma = DF^T v."""
+    _TRANSPOSED_PLANS.run(a, a.method, a.left.shape[1], a.left.dtype, results=[out])

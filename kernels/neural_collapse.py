@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import class_sums_config, device_guard, scatter_config
+from .config import class_sums_config, scatter_config
 from .constants import CHUNK_ROWS
+from .launch import launch
 
 SCATTER_STAGES = 2  # tiles in shared memory; with a third, fewer programs fit a multiprocessor
 
@@ -142,25 +143,15 @@ def class_means(a: Any, local: Tensor, shift: Tensor) -> None:
     chunks = triton.cdiv(count, CHUNK_ROWS)
     begin = torch.arange(0, count, CHUNK_ROWS, device=device)
     ends = torch.stack([begin, (begin + (CHUNK_ROWS - 1)).clamp_max(count - 1)], dim=1)
-    of_ends = torch.searchsorted(a.offsets, ends, right=True) - 1
+    classes_at_ends = torch.searchsorted(a.offsets, ends, right=True) - 1
     partials = torch.empty((chunks + classes, dim), dtype=_accumulation(a.features), device=device)
     config = class_sums_config(dim, a.features.dtype)
     tiles = triton.cdiv(dim, config.columns)
-    shared = {
-        "p_features": a.features,
-        "p_rows": a.rows,
-        "p_offsets": a.offsets,
-        "p_partials": partials,
-        "stride": stride,
-        "D": dim,
-        "CHUNK": CHUNK_ROWS,
-        "BD": config.columns,
-        "num_warps": config.num_warps,
-        "enable_fp_fusion": False,
-    }
-    with device_guard(a.features):
-        _class_sums_kernel[(chunks, tiles)](p_classes=of_ends, count=count, BR=config.rows, **shared)
-        _class_means_kernel[(classes, tiles)](p_local=local, p_shift=shift, **shared)
+    given = {"p_partials": partials, "stride": stride, "D": dim, "CHUNK": CHUNK_ROWS, "BD": config.columns}
+    given |= {"num_warps": config.num_warps}
+    chunked = {"p_classes": classes_at_ends, "count": count, "BR": config.rows}
+    launch(_class_sums_kernel, (chunks, tiles), a, a.features, **chunked, **given)
+    launch(_class_means_kernel, (classes, tiles), a, a.features, p_local=local, p_shift=shift, **given)
 
 
 def within_class_scatter(a: Any, within: Tensor) -> None:
@@ -178,24 +169,9 @@ def within_class_scatter(a: Any, within: Tensor) -> None:
     labels = torch.searchsorted(a.offsets, torch.arange(count, device=device), right=True) - 1
     blocks = triton.cdiv(count, config.rows)
     partials = torch.empty((blocks, padded.shape[1]), dtype=dtype, device=device)
-    with device_guard(a.features):
-        _scatter_kernel[(blocks, panels)](
-            p_features=a.features,
-            p_rows=a.rows,
-            p_labels=labels,
-            p_high=high,
-            p_low=low,
-            p_directions=padded,
-            p_partials=partials,
-            count=count,
-            stride=stride,
-            D=dim,
-            R=padded.shape[1],
-            BM=config.rows,
-            BK=config.columns,
-            BR=config.directions,
-            num_warps=config.num_warps,
-            num_stages=SCATTER_STAGES,
-            enable_fp_fusion=False,
-        )
+    given = {"p_labels": labels, "p_high": high, "p_low": low, "p_directions": padded, "p_partials": partials}
+    given |= {"count": count, "stride": stride, "D": dim, "R": padded.shape[1]}
+    given |= {"BM": config.rows, "BK": config.columns, "BR": config.directions}
+    options = {"num_warps": config.num_warps, "num_stages": SCATTER_STAGES}
+    launch(_scatter_kernel, (blocks, panels), a, a.features, **given, **options)
     torch.sum(partials[:, :size], 0, dtype=torch.float64, out=within)

@@ -6,6 +6,7 @@ is `CG` neighbouring channels of every pixel; a tile is (BR pixels, BC channels)
 a group has more, every pass reads the others again. Sizes are constants of the compiled code.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import scalar, square_root
-from .config import NORM_REGISTERS, device_guard, norm_config
+from .config import NORM_REGISTERS, norm_config
+from .launch import Plan, Plans
 
 
 @triton.jit
@@ -57,22 +59,57 @@ def load_channels(p, CG: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def inverse_deviation(squares, n: tl.constexpr, eps):
-    dtype: tl.constexpr = squares.dtype
-    return 1.0 / square_root(squares / n + scalar(eps, dtype))
-
-
-@triton.jit
 def relu(x):
     return tl.where(x < 0, 0.0, x)  # NaN stays NaN
 
 
 @triton.jit
-def store_affine(p_affine, o_row, b_weight, b_bias, plane, CG: tl.constexpr, BC: tl.constexpr):
-    """Gradients (BC,) of weight and bias into two planes of `plane` elements."""
-    o_c = tl.arange(0, BC)
-    tl.store(p_affine + o_row + o_c, b_weight, mask=o_c < CG)
-    tl.store(p_affine + plane + o_row + o_c, b_bias, mask=o_c < CG)
+def value_of(maps, norm2, o_t, m_t, dtype: tl.constexpr):
+    """v of a tile that is not on chip, see ``statistics``, 0 if masked. norm2: GN2's numbers, if v is behind GN2."""
+    b_v = load_tile(maps[0], o_t, m_t, dtype)
+    if len(maps) > 1:
+        b_v += load_tile(maps[1], o_t, m_t, dtype)
+    if len(norm2) > 0:
+        mean2, rstd2, b_w2, b_b2 = norm2
+        b_n = (b_v - mean2) * rstd2
+        b_v = tl.where(m_t, relu(load_tile(maps[2], o_t, m_t, dtype) + (b_n * b_w2 + b_b2)), 0.0)
+    return b_v
+
+
+@triton.jit
+def statistics(b_v, m_0, maps, norm2, stop, eps, P: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BR: tl.constexpr):
+    """mean and rstd = 1 / sqrt(var + eps) of v; and v - mean in the first tile. b_v: v there. Both are 0 if masked.
+
+    maps: pointers to y; to y and x for v = y + x; or to y, x and z, for v = relu(z + GN2(y + x)). The variance is the
+    mean of (v - mean)^2, from a pass of its own.
+    """
+    BC: tl.constexpr = b_v.shape[1]
+    dtype: tl.constexpr = b_v.dtype
+    b_t = b_v
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_t += value_of(maps, norm2, o_t, m_t, dtype)
+    mean = tl.sum(b_t) / (P * CG)
+
+    b_v = tl.where(m_0, b_v - mean, 0.0)
+    b_t = b_v * b_v
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_d = tl.where(m_t, value_of(maps, norm2, o_t, m_t, dtype) - mean, 0.0)
+        b_t += b_d * b_d
+    return mean, 1.0 / square_root(tl.sum(b_t) / (P * CG) + scalar(eps, dtype)), b_v
+
+
+@triton.jit
+def sums(b_gn, b_gs, b_w, p_affine, plane, n: tl.constexpr, CG: tl.constexpr):
+    """mean(g w) and mean(g w n) over the group. The sums of g n and g over the pixels go to two planes of p_affine."""
+    o_c = tl.arange(0, b_gn.shape[1])
+    b_weight = tl.sum(b_gn, axis=0)
+    b_bias = tl.sum(b_gs, axis=0)
+    tl.store(p_affine + o_c, b_weight, mask=o_c < CG)
+    tl.store(p_affine + plane + o_c, b_bias, mask=o_c < CG)
+    slope = tl.sum(b_weight[None, :] * b_w) / n
+    return tl.sum(b_bias[None, :] * b_w) / n, slope
 
 
 @triton.jit
@@ -100,10 +137,7 @@ def _norm_act_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """out = relu((y - mean) rstd weight + bias), with mean and rstd = 1 / sqrt(var + eps) of the group.
-
-    The variance is the mean of (y - mean)^2, from a pass of its own.
-    """
+    """out = relu((y - mean) rstd weight + bias), with the group's ``statistics``."""
     dtype: tl.constexpr = p_mean.dtype.element_ty
     i_b, c_0, o_group = group_of_program(P, C, CG)
     stop = loop_end(pixels, P, BR)
@@ -111,20 +145,7 @@ def _norm_act_kernel(
     p_out += o_group
     o_0, m_0 = group_tile(0, P, C, CG, BR, BC)
     b_y = load_tile(p_y, o_0, m_0, dtype)
-
-    b_t = b_y
-    for start in range(BR, stop, BR):
-        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
-        b_t += load_tile(p_y, o_t, m_t, dtype)
-    mean = tl.sum(b_t) / (P * CG)
-
-    b_y = tl.where(m_0, b_y - mean, 0.0)
-    b_t = b_y * b_y
-    for start in range(BR, stop, BR):
-        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
-        b_d = tl.where(m_t, load_tile(p_y, o_t, m_t, dtype) - mean, 0.0)
-        b_t += b_d * b_d
-    rstd = inverse_deviation(tl.sum(b_t), P * CG, eps)
+    mean, rstd, b_y = statistics(b_y, m_0, (p_y,), (), stop, eps, P, C, CG, BR)
 
     b_w = load_channels(p_weight + c_0, CG, BC)
     b_b = load_channels(p_bias + c_0, CG, BC)
@@ -187,11 +208,7 @@ def _norm_act_backward_kernel(
         b_nt, b_gt = _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd)
         b_gn += b_gt * b_nt
         b_gs += b_gt
-    b_weight = tl.sum(b_gn, axis=0)
-    b_bias = tl.sum(b_gs, axis=0)
-    store_affine(p_affine, i_b * C + c_0, b_weight, b_bias, plane, CG, BC)
-    slope = tl.sum(b_weight[None, :] * b_w) / (P * CG)
-    offset = tl.sum(b_bias[None, :] * b_w) / (P * CG)
+    offset, slope = sums(b_gn, b_gs, b_w, p_affine + i_b * C + c_0, plane, P * CG, CG)
 
     short: tl.constexpr = p_grad_y.dtype.element_ty
     tl.store(p_grad_y + o_0, norm_backward(b_g, b_n, b_w, rstd, offset, slope).to(short), mask=m_0)
@@ -201,39 +218,32 @@ def _norm_act_backward_kernel(
         tl.store(p_grad_y + o_t, norm_backward(b_gt, b_nt, b_w, rstd, offset, slope).to(short), mask=m_t)
 
 
-def launch_of(y: Tensor, groups: int, accumulation: torch.dtype) -> tuple[tuple[int], dict[str, int]]:
-    """Grid, and sizes and options of the launch, for tensors shaped as y."""
-    channels, pixels = y.shape[1], y.shape[2] * y.shape[3]
-    config = norm_config(pixels, channels // groups, accumulation)
-    sizes = {"P": pixels, "C": channels, "CG": channels // groups, "BR": config.rows, "BC": config.columns}
-    options = {"num_warps": config.num_warps, "maxnreg": NORM_REGISTERS, "enable_fp_fusion": False}
-    return (y.shape[0] * groups,), {"pixels": pixels, **sizes, **options}
+def plans_of(kernel: Any, tensors: tuple[str, ...], results: tuple[str, ...]) -> Plans:
+    """Plans of an op that is this kernel, for each group; the first of the tensors is y."""
+
+    def plan_of(a: Any, groups: int, accumulation: torch.dtype, *_: torch.dtype) -> Plan:
+        batch, channels, *image = a.y.shape
+        pixels, width = math.prod(image), channels // groups
+        config, plan = norm_config(pixels, width, accumulation), Plan(a, *results)
+        sizes = {"P": pixels, "C": channels, "CG": width, "BR": config.rows, "BC": config.columns}
+        options = {"num_warps": config.num_warps, "maxnreg": NORM_REGISTERS}
+        plan.add(kernel, (batch * groups,), plane=batch * channels, pixels=pixels, **sizes, **options)
+        return plan
+
+    return Plans(plan_of, tensors)
 
 
-def norm_act(a: Any, out: Tensor, mean: Tensor, rstd: Tensor) -> None:
-    """out = relu(GroupNorm(y)), and the statistics of each group."""
-    if len(a.y):
-        grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
-        with device_guard(a.y):
-            _norm_act_kernel[grid](
-                p_y=a.y, p_weight=a.weight, p_bias=a.bias, p_out=out, p_mean=mean, p_rstd=rstd, eps=a.eps, **sizes
-            )
+_PLANS = plans_of(_norm_act_kernel, ("y", "weight", "bias"), ("p_out", "p_mean", "p_rstd"))
+_BACKWARD_PLANS = plans_of(
+    _norm_act_backward_kernel, ("y", "grad", "weight", "bias", "mean", "rstd"), ("p_grad_y", "p_affine")
+)
 
 
-def norm_act_backward(a: Any, grad_y: Tensor, affine: Tensor) -> None:
+def norm_act(a: Any, *results: Tensor) -> None:
+    """out = relu(GroupNorm(y)), and the statistics of each group; `results`: out, mean, rstd."""
+    _PLANS.run(a, a.groups, a.weight.dtype, results=results)
+
+
+def norm_act_backward(a: Any, *results: Tensor) -> None:
     """The gradient of y; per sample, the gradients of weight and bias."""
-    if len(a.y):
-        grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
-        with device_guard(a.y):
-            _norm_act_backward_kernel[grid](
-                p_grad=a.grad,
-                p_y=a.y,
-                p_weight=a.weight,
-                p_bias=a.bias,
-                p_mean=a.mean,
-                p_rstd=a.rstd,
-                p_grad_y=grad_y,
-                p_affine=affine,
-                plane=affine[0].numel(),
-                **sizes,
-            )
+    _BACKWARD_PLANS.run(a, a.groups, a.weight.dtype, results=results)

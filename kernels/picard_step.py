@@ -16,31 +16,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .common import (
-    carry_out,
-    columns,
-    copy_row,
-    has_ended,
-    judge,
-    norm_number,
-    norms_of,
-    norms_of_parts,
-    scalar,
-    store_no_verdict,
-    store_norms,
-    store_verdict,
-    sum_number,
-    take_verdict,
-    unpack_verdict,
-)
-from .config import JUDGE_CONFIG, MAX_REGISTERS, picard_config, picard_registers, programs_per_sample, sums_registers
+from . import common
+from .common import scalar
+from .config import JUDGE_CONFIG, picard_config, picard_registers, programs_per_sample, sums_registers
 from .launch import MONITOR, Plan, Plans
 
 
 @triton.constexpr_function
 def number_of(name):
     """Position of the verdict among the numbers of a sample's first program, after the norms. "end": their count."""
-    return norm_number("end") + {"verdict": 0, "end": 1}[name]
+    return common.norm_number("end") + {"verdict": 0, "end": 1}[name]
 
 
 @triton.jit
@@ -76,7 +61,7 @@ def _squares(p_z, p_fz, begin, end, BLK: tl.constexpr):
 @triton.jit
 def _move(p_z, p_fz, p_best, begin, end, improved, failed, advance, damping, BLK: tl.constexpr):
     """Take the step if `advance`, in the columns [begin, end); keep the best iterate, or go back to it."""
-    carry_out(improved & (advance == 0), failed, p_z + begin, p_best + begin, end - begin, BLK)
+    common.carry_out(improved & (advance == 0), failed, p_z + begin, p_best + begin, end - begin, BLK)
     if advance:
         for start in range(begin, end, BLK):
             o_d = start + tl.arange(0, BLK)
@@ -114,7 +99,7 @@ def _picard_kernel(
 ):
     """z <- z + damping (f(z) - z) of a sample, held ON_CHIP if D <= BLK, else block by block. hold: only judge."""
     i_b = tl.program_id(0).to(tl.int64)
-    if has_ended(p_status, i_b):
+    if common.has_ended(p_status, i_b):
         return
     p_z += i_b * D
     p_fz += i_b * D
@@ -128,15 +113,15 @@ def _picard_kernel(
         ff = tl.sum(b_fz * b_fz, axis=0)
     else:
         gg, ff = _squares(p_z, p_fz, 0, D, BLK)
-    res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
+    res_norm, f_norm = common.norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
     monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
     rule = (tol, absolute, stall_floor, offset)
-    running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
+    running, improved, failed = common.judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
     if ON_CHIP:
         if improved:
             tl.store(p_best + o_d, b_z, mask=m_d)
         if failed:
-            copy_row(p_z, p_best, D, BLK)
+            common.copy_row(p_z, p_best, D, BLK)
         if running & (hold == 0):
             tl.store(p_z + o_d, _stepped(b_z, b_fz, damping), mask=m_d)
     else:
@@ -147,14 +132,14 @@ def _picard_kernel(
 def _picard_sums_kernel(p_z, p_fz, p_status, p_numbers, D, S, maximum, BLK: tl.constexpr):
     """The norms of f(z) - z and f(z) of one program's columns."""
     i_b = tl.program_id(0).to(tl.int64)
-    if has_ended(p_status, i_b):
+    if common.has_ended(p_status, i_b):
         return
     p_z += i_b * D
     p_fz += i_b * D
-    begin, end = columns(D, BLK)
+    begin, end = common.columns(D, BLK)
     gg, ff = _squares(p_z, p_fz, begin, end, BLK)
     p_sample, _ = _numbers_of(p_numbers, i_b, S)
-    store_norms(p_sample, p_z + begin, p_fz + begin, end - begin, gg, ff, maximum, BLK)
+    common.store_norms(p_sample, p_z + begin, p_fz + begin, end - begin, gg, ff, maximum, BLK)
 
 
 @triton.jit(do_not_specialize=["B", "S", "k", "last", "absolute", "maximum"])
@@ -179,24 +164,24 @@ def _picard_judge_kernel(
     """The verdict on a sample by the norms of all its columns."""
     i_b = tl.program_id(0).to(tl.int64)
     p_sample, p_verdict = _numbers_of(p_numbers, i_b, S)
-    if has_ended(p_status, i_b):
-        store_no_verdict(p_verdict)
+    if common.has_ended(p_status, i_b):
+        common.store_no_verdict(p_verdict)
         return
-    res_norm, f_norm = norms_of_parts(p_sample, S, maximum, BLK)
+    res_norm, f_norm = common.norms_of_parts(p_sample, S, maximum, BLK)
     monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
     rule = (tol, absolute, stall_floor, offset)
-    _, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
-    store_verdict(p_verdict, improved, failed)
+    _, improved, failed = common.judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
+    common.store_verdict(p_verdict, improved, failed)
 
 
 @triton.jit(do_not_specialize=["S", "hold"])
 def _picard_step_kernel(p_z, p_fz, p_best, p_status, p_numbers, D, S, hold, damping: tl.float64, BLK: tl.constexpr):
     """z <- z + damping (f(z) - z) in one program's columns, by the verdict. hold: take no step."""
     i_b = tl.program_id(0).to(tl.int64)
-    advance = (has_ended(p_status, i_b) == 0) & (hold == 0)
+    advance = (common.has_ended(p_status, i_b) == 0) & (hold == 0)
     _, p_verdict = _numbers_of(p_numbers, i_b, S)
-    improved, failed = unpack_verdict(tl.load(p_verdict))
-    begin, end = columns(D, BLK)
+    improved, failed = common.unpack_verdict(tl.load(p_verdict))
+    begin, end = common.columns(D, BLK)
     p_z += i_b * D
     p_fz += i_b * D
     _move(p_z, p_fz, p_best + i_b * D, begin, end, improved, failed, advance, damping, BLK)
@@ -206,11 +191,11 @@ def _picard_step_kernel(p_z, p_fz, p_best, p_status, p_numbers, D, S, hold, damp
 def _picard_totals_kernel(p_status, p_numbers, p_sums, S, BLK: tl.constexpr):
     """|f(z) - z|^2 and |f(z)|^2 of a row, from the numbers of its S programs."""
     i_b = tl.program_id(0).to(tl.int64)
-    if has_ended(p_status, i_b):
+    if common.has_ended(p_status, i_b):
         return
     p_row, _ = _numbers_of(p_numbers, i_b, S)
-    tl.store(p_sums + 2 * i_b, sum_number(p_row, norm_number("gg"), S, BLK))
-    tl.store(p_sums + 2 * i_b + 1, sum_number(p_row, norm_number("ff"), S, BLK))
+    tl.store(p_sums + 2 * i_b, common.sum_number(p_row, common.norm_number("gg"), S, BLK))
+    tl.store(p_sums + 2 * i_b + 1, common.sum_number(p_row, common.norm_number("ff"), S, BLK))
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -218,38 +203,41 @@ def _picard_verdict_kernel(p_verdict, p_status, p_numbers, S):
     """The verdict on a row, which the op was given, for the step."""
     i_b = tl.program_id(0).to(tl.int64)
     _, p_to = _numbers_of(p_numbers, i_b, S)
-    take_verdict(p_verdict, p_status, p_to, i_b)
+    common.take_verdict(p_verdict, p_status, p_to, i_b)
 
 
-def _plan(a: Any, hold: bool, last: bool) -> Plan:
-    batch, size = a.z.shape
-    if batch == 0:
-        return Plan(a)
-    config = picard_config(size, a.z.dtype)
-    programs = programs_per_sample(batch, size, a.z.device)
-    whole = programs == 1
-    options = {"enable_fp_fusion": False, "maxnreg": picard_registers(a.z.dtype, whole)}
-    columns = {"D": size, "BLK": config.block, "num_warps": config.num_warps, **options}
-    step = {"hold": 1, "damping": 1.0} if hold else {"hold": 0}
-    decision = {"B": batch, "last": int(last)}
-    if whole:
+def _plan(a: Any, half: str, hold: bool, last: bool) -> Plan:
+    (batch, size), dtype = a.z.shape, a.z.dtype
+    config, programs = picard_config(size, dtype), programs_per_sample(batch, size, a.z.device)
+    is_whole = programs == 1 and not half
+    given: dict[str, Any] = {"B": batch, "D": size, "S": programs, "BLK": config.block, "last": int(last)}
+    given |= {"hold": 1, "damping": 1.0} if hold else {"hold": 0}
+    given |= {"num_warps": config.num_warps, "maxnreg": picard_registers(dtype, is_whole)}
+    if is_whole:
         plan = Plan(a)
-        plan.add(_picard_kernel, (batch,), ON_CHIP=size <= config.block, **decision, **step, **columns)
+        plan.add(_picard_kernel, (batch,), ON_CHIP=size <= config.block, **given)
         return plan
-    plan = Plan(a, p_numbers=(batch, number_of("end"), programs))
-    plan.add(_picard_sums_kernel, (batch, programs), S=programs, **{**columns, "maxnreg": sums_registers(a.z.dtype)})
-    judge = {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
-    plan.add(_picard_judge_kernel, (batch,), S=programs, **decision, **judge, **options)
-    plan.add(_picard_step_kernel, (batch, programs), S=programs, **step, **columns)
+    per_sample = given | {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
+    plan = Plan(a, p_numbers=(batch, number_of("end"), programs), **{"p_status": (batch,)} if half == "apply" else {})
+    if half == "apply":
+        plan.add(_picard_verdict_kernel, (batch,), **per_sample)
+    else:
+        sums = given | {"maxnreg": sums_registers(dtype)} | ({"maximum": 0} if half else {})
+        plan.add(_picard_sums_kernel, (batch, programs), **sums)
+        plan.add(_picard_totals_kernel if half else _picard_judge_kernel, (batch,), **per_sample)
+    if half != "sums":
+        plan.add(_picard_step_kernel, (batch, programs), **given)
     return plan
 
 
 _PLANS = Plans(_plan, ("z", "fz", *MONITOR))
+_SUMS_PLANS = Plans(_plan, ("z", "fz", "status", "sums"))
+_APPLY_PLANS = Plans(_plan, ("z", "fz", "best", "verdict"))
 
 
 def run(a: Any, hold: bool) -> None:
     """The step of `a`, or only the judgement if `hold`."""
-    _PLANS.run(a, hold, a.last)
+    _PLANS.run(a, "", hold, a.last)
 
 
 def picard_step(a: Any) -> None:
@@ -257,34 +245,11 @@ def picard_step(a: Any) -> None:
     run(a, hold=a.last)
 
 
-def _plan_half(a: Any, sums: bool) -> Plan:
-    batch, size = a.z.shape
-    config, programs = picard_config(size, a.z.dtype), programs_per_sample(batch, size, a.z.device)
-    sweep = {"D": size, "S": programs, "BLK": config.block, "num_warps": config.num_warps}
-    numbers = (batch, number_of("end"), programs)
-    judge = {"S": programs, "BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
-    if sums:
-        plan = Plan(a, p_numbers=numbers)
-        plan.add(_picard_sums_kernel, (batch, programs), maximum=0, **sweep, maxnreg=sums_registers(a.z.dtype))
-        plan.add(_picard_totals_kernel, (batch,), **judge)
-    else:
-        plan = Plan(a, p_numbers=numbers, p_status=(batch,))
-        plan.add(_picard_verdict_kernel, (batch,), **judge)
-        plan.add(_picard_step_kernel, (batch, programs), hold=0, **sweep, maxnreg=MAX_REGISTERS)
-    return plan
-
-
-_SUMS_PLANS = Plans(_plan_half, ("z", "fz", "status", "sums"))
-_APPLY_PLANS = Plans(_plan_half, ("z", "fz", "best", "verdict"))
-
-
 def picard_sums(a: Any) -> None:
     """|f(z) - z|^2 and |f(z)|^2 of every running row."""
-    if len(a.z):
-        _SUMS_PLANS.run(a, True)
+    _SUMS_PLANS.run(a, "sums", False, False)
 
 
 def picard_apply(a: Any) -> None:
     """The step, by the verdicts."""
-    if len(a.z):
-        _APPLY_PLANS.run(a, False)
+    _APPLY_PLANS.run(a, "apply", False, False)

@@ -24,11 +24,11 @@ def rtol_on(device, dtype):
     return GPU_RTOL if device == "cuda" and dtype != torch.float64 else EXACT_RTOL
 
 
-def assert_alike(found, expected):
+def assert_alike(result, expected):
     """Equal results, up to the order of the sums in a library's products."""
-    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
-        is_number = isinstance(other, float)
-        assert one == (pytest.approx(other, rel=EXACT_RTOL, abs=EXACT_RTOL, nan_ok=True) if is_number else other)
+    for ours, theirs in zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True):
+        is_number = isinstance(theirs, float)
+        assert ours == (pytest.approx(theirs, rel=EXACT_RTOL, abs=EXACT_RTOL, nan_ok=True) if is_number else theirs)
 
 
 def make_samples(rows, columns, classes, noise=0.3, offset=0.0, dtype=torch.float32, seed=0):
@@ -54,7 +54,7 @@ def class_means(features, labels):
     return torch.stack([features[labels == k].mean(0) for k in labels.unique()])
 
 
-def naive(features, labels, center="class-means", pinv_rtol=PINV_RTOL):
+def naive(features, labels, center="class-means"):
     """NC1 and the rank of Sigma_B as the paper defines them, D x D pseudo-inverse in float64."""
     features, labels = features.double().cpu(), labels.cpu()
     means = class_means(features, labels)
@@ -62,8 +62,8 @@ def naive(features, labels, center="class-means", pinv_rtol=PINV_RTOL):
     between = means - (means.mean(0) if center == "class-means" else features.mean(0))
     sigma_w = deviations.T @ deviations / len(features)
     sigma_b = between.T @ between / len(means)
-    nc1 = torch.trace(sigma_w @ torch.linalg.pinv(sigma_b, hermitian=True, rtol=pinv_rtol)) / len(means)
-    return nc1.item(), int(torch.linalg.matrix_rank(sigma_b, hermitian=True, rtol=pinv_rtol))
+    nc1 = torch.trace(sigma_w @ torch.linalg.pinv(sigma_b, hermitian=True, rtol=PINV_RTOL)) / len(means)
+    return nc1.item(), int(torch.linalg.matrix_rank(sigma_b, hermitian=True, rtol=PINV_RTOL))
 
 
 def naive_simplex(means, scale):

@@ -7,6 +7,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the core to other workers
@@ -47,12 +48,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """
     option = config.option
     whole = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
-    if (
-        whole
-        and config.pluginmanager.hasplugin("xdist")
-        and option.numprocesses is None
-        and not (option.usepdb or option.trace)
-    ):
+    parallel = config.pluginmanager.hasplugin("xdist") and option.numprocesses is None
+    if whole and parallel and not (option.usepdb or option.trace):
         option.numprocesses, option.dist = 2, "worksteal"
 
 
@@ -124,54 +121,66 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+def skip_unless(kernel: str) -> None:
+    available = deqfast.backends()[kernel]
+    if not available:
+        pytest.skip(f"kernel {kernel}: {available.reason}")
+
+
+def device_of(kernel: str) -> str:
+    return "cuda" if kernel == "cuda" or (kernel == "triton" and not INTERPRETED) else "cpu"
+
+
 @pytest.fixture(params=["torch", "cpp", "triton", "cuda"])
 def kernel(request: pytest.FixtureRequest) -> str:
     """Every kernel; one that is not available skips with its reason. Parametrise indirectly for some of them."""
-    available = deqfast.backends()[request.param]
-    if not available:
-        pytest.skip(f"kernel {request.param}: {available.reason}")
+    skip_unless(request.param)
     return request.param
 
 
 @pytest.fixture
 def cpp_kernels() -> None:
     """For tests that name the CPU kernels: skip with the reason if there are none."""
-    if not deqfast.backends()["cpp"]:
-        pytest.skip(f"kernel cpp: {deqfast.backends()['cpp'].reason}")
+    skip_unless("cpp")
 
 
 @pytest.fixture
 def device(kernel: str) -> str:
     """Device on which `kernel` runs."""
-    return "cuda" if kernel == "cuda" or (kernel == "triton" and not INTERPRETED) else "cpu"
+    return device_of(kernel)
 
 
+@dataclass(frozen=True)
 class Implementation:
     """Implementation of the registered ops: `device`, and its form of an op."""
 
-    def __init__(self, name: str, device: str):
-        self.name, self.device = name, device
+    name: str
+    device: str
 
-    def op(self, op: str, source: str | None = None):
-        """Return the op; `source` is the stem of its CUDA source if that is not the name of the op."""
+    def op(self, op: str):
         if self.name == "emulated":
-            emulate.load(source or op)
-            return getattr(torch.ops.deqfast_emulated, op)
+            return emulate.op(op)
         return getattr(torch.ops.deqfast, f"{op}_triton" if self.name == "triton" else op)
 
 
 @pytest.fixture(params=["cpp", "triton", "cuda", "emulated"])
 def implementation(request: pytest.FixtureRequest) -> Implementation:
     """Every implementation of the registered ops, the CUDA kernels also under emulation."""
-    if request.param == "emulated":
-        if emulate.COMPILER is None:
-            pytest.skip("no g++ was found")
-        return Implementation("emulated", "cpu")
-    available = deqfast.backends()[request.param]
-    if not available:
-        pytest.skip(f"kernel {request.param}: {available.reason}")
-    on_gpu = request.param == "cuda" or (request.param == "triton" and not INTERPRETED)
-    return Implementation(request.param, "cuda" if on_gpu else "cpu")
+    if request.param != "emulated":
+        skip_unless(request.param)
+    elif emulate.COMPILER is None:
+        pytest.skip("no g++ was found")
+    return Implementation(request.param, device_of(request.param))
+
+
+@pytest.fixture
+def large_device() -> Iterator[None]:
+    """An emulated GPU on which several blocks share a long row."""
+    if emulate.COMPILER is not None:
+        emulate.set_device(processors=132, shared_memory=227 * 1024)
+    yield
+    if emulate.COMPILER is not None:
+        emulate.set_device(processors=4, shared_memory=99 * 1024)
 
 
 @pytest.fixture(autouse=True)

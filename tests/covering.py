@@ -14,8 +14,8 @@ def covering(combinations: Sequence[Mapping[str, Any]], strength: int) -> set[in
     The groups are those in `combinations`: every value with strength 1, every pair of values with 2; 0 takes the first.
     Ties are broken by the new groups of one value more, then by the groups that occurred least.
     """
-    values = [[(name, repr(value)) for name, value in sorted(one.items())] for one in combinations]
-    groups, larger = ([{(), *itertools.combinations(one, n)} for one in values] for n in (strength, strength + 1))
+    values = [[(name, repr(value)) for name, value in sorted(case.items())] for case in combinations]
+    groups, larger = ([{(), *itertools.combinations(case, n)} for case in values] for n in (strength, strength + 1))
     missing, unseen = set().union(*groups), set().union(*larger)
     used: Counter[tuple[tuple[str, str], ...]] = Counter()
     chosen = set()

@@ -14,9 +14,10 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,6 +94,19 @@ def _define(source: str) -> None:
 def load(name: str) -> ctypes.CDLL:
     """Build and register the kernels of csrc/cuda/`name`_cuda.cu."""
     return build(ROOT / f"csrc/cuda/{name}_cuda.cu")
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """Stem of the CUDA source of each op."""
+    files = [(file.name.removesuffix("_cuda.cu"), file.read_text()) for file in (ROOT / "csrc/cuda").glob("*_cuda.cu")]
+    return {op: name for name, text in files for op in re.findall(r'm\.impl\("(\w+)"', text)}
+
+
+def op(name: str) -> Callable[..., Any]:
+    """The emulated form of an op."""
+    load(sources()[name])
+    return getattr(torch.ops.deqfast_emulated, name)
 
 
 def build(path: Path) -> ctypes.CDLL:

@@ -62,8 +62,8 @@ def main() -> int:
         raise SystemExit(f"{', '.join(wrong)}: must serve if and only if it is named, got {' '.join(kernels)}")
     expected = answer("torch")
     for kernel in kernels:
-        for found, other in zip(answer(kernel), expected, strict=True):
-            assert_close(found, other, after_solve(TOLERANCE, 1 / (1 - Cell.NORM), derivatives=1), kernel)
+        for value, other in zip(answer(kernel), expected, strict=True):
+            assert_close(value, other, after_solve(TOLERANCE, 1 / (1 - Cell.NORM), derivatives=1), kernel)
     print("right:", *kernels)
     return 0
 

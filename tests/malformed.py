@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from op_calls import good, in_loop, tensors
+from op_calls import LOOPS, good, good_loop
 from torch import Tensor
 
 from deqfast.ops.registry import OPS
@@ -30,7 +30,6 @@ HUGE = [2**15, 2**16, 2**31, 2**32, 2**33, 2**61, 2**62, 2**63 - 1]
 SIZES = [0, 1, 2, 3, 5, 16, 17]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64, torch.bool]
 MOST = 1 << 20  # elements with memory of their own
-LOOPS = ("picard_loop", "multisecant_loop", "broyden_loop")
 
 
 def guarded(tensor: Tensor) -> Tensor:
@@ -48,26 +47,7 @@ def guarded(tensor: Tensor) -> Tensor:
     return flat.as_strided(tensor.shape, tensor.stride())
 
 
-def valid(op: str) -> dict[str, Any]:
-    """Valid arguments of an op or of a step in a loop."""
-    dtype = random.choice(("fp32", "fp64"))
-    if op in OPS:
-        return good(op, dtype=dtype)
-    if op == "state_begin":
-        return {"z": good("picard_step", dtype=dtype)["z"]}
-    if op == "loop_begin":
-        return {"z0": good("picard_step", dtype=dtype)["z"], "elements": 2 * 32 + 8 * 2, "integers": 4, "solve": 0}
-    if op == "loop_end":
-        names = "values", "counts", "status", "running"
-        begun = torch.ops.deqfast.loop_begin(*valid("loop_begin").values())
-        return dict(zip(names, begun, strict=True)) | {"batch": 2, "dim": 16}
-    step = op.replace("loop", "step")
-    given = good(step, dtype=dtype)
-    numbers = [float(number) for number in [*given.values()][len(tensors(step)) + 2 :]]
-    return in_loop(step, given, random.choice((0, 2))) | {"fz": given["fz"], "max_iter": 5, "numbers": numbers}
-
-
-def of_shape(tensor: Tensor, shape: list[int]) -> Tensor:
+def in_shape(tensor: Tensor, shape: list[int]) -> Tensor:
     """A tensor of another shape; one number in place of all of them if they are many."""
     count = math.prod(shape)
     if count > MOST:
@@ -88,7 +68,7 @@ def reshaped(values: dict[str, Any], names: list[str]) -> None:
             shape[random.randrange(len(shape))] = 0
         if math.prod(max(size, 1) for size in shape) > 2**60:  # torch multiplies the sizes in their order
             shape[0] = 0
-        values[name] = of_shape(values[name], shape)
+        values[name] = in_shape(values[name], shape)
 
 
 def relaid(values: dict[str, Any], names: list[str]) -> None:
@@ -108,47 +88,46 @@ def relaid(values: dict[str, Any], names: list[str]) -> None:
     values[name] = random.choice(ways)()
 
 
+NUMBERS = {
+    torch.int8: [0, 1, 2, 6],
+    torch.bool: [0, 1],
+    torch.int32: [-(2**31), -5, -1, 0, 1, 3, 99, 2**31 - 1],
+    torch.int64: [-(2**62), -1, 0, 1, 2, 4, 5, 2**32, 2**62],
+}
+
+
 def revalued(values: dict[str, Any], names: list[str]) -> None:
     """Other numbers in a tensor of integers, or NaN among others."""
     name = random.choice(names)
     tensor = values[name].clone()
     if tensor.numel():
-        number = random.choice([-(2**31), -5, -1, 0, 1, 3, 99, 2**31 - 1])
-        if tensor.dtype == torch.int8 or tensor.dtype == torch.bool:
-            number = random.choice([0, 1, 2, 6])
-        elif tensor.is_floating_point():
-            number = random.choice([float("nan"), float("inf"), 0.0])
-        elif tensor.dtype == torch.int64:
-            number = random.choice([-(2**62), -1, 0, 1, 2, 4, 5, 2**32, 2**62])
+        number = random.choice(NUMBERS.get(tensor.dtype, [float("nan"), float("inf"), 0.0]))
         tensor[tuple(map(random.randrange, tensor.shape))] = number
     values[name] = tensor
 
 
 def renumbered(op: str, values: dict[str, Any], numbers: list[str]) -> None:
     name = random.choice(numbers)
-    if isinstance(values[name], list):
-        values[name] = random.choice([values[name][:-1], [*values[name], 1.0], [float("nan")] * len(values[name])])
-    elif isinstance(values[name], float):
-        values[name] = random.choice([-1.0, 0.0, 1e300, float("nan"), float("inf")])
-    else:
-        huge = HUGE if op != "loop_begin" else HUGE[-3:]  # which would write to gigabytes
-        values[name] = random.choice([-(2**63), -(2**32), -1, 0, 1, 2, 3, 4, 7, 16, *huge])
+    huge = HUGE if op != "loop_begin" else HUGE[-3:]  # which would write to gigabytes
+    others = {
+        list: lambda old: [old[:-1], [*old, 1.0], [float("nan")] * len(old)],
+        float: lambda old: [-1.0, 0.0, 1e300, float("nan"), float("inf")],
+    }
+    number = others.get(type(values[name]), lambda old: [-(2**63), -(2**32), -1, 0, 1, 2, 3, 4, 7, 16, *huge])
+    values[name] = random.choice(number(values[name]))
 
 
 def malformed(op: str) -> dict[str, Any]:
-    values = valid(op)
+    dtype = random.choice(("fp32", "fp64"))
+    values = good(op, dtype=dtype) if op in OPS else good_loop(op, dtype, random.choice((0, 2)))
     numbers = [name for name, value in values.items() if not isinstance(value, Tensor)]
     for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
         names = [name for name in values if name not in numbers and values[name].numel() <= MOST]
         if not names:
             break
         kind = random.choice(("shape", "shape", "layout", "values", "numbers"))
-        if kind == "shape":
-            reshaped(values, names)
-        elif kind == "layout":
-            relaid(values, names)
-        elif kind == "values":
-            revalued(values, names)
+        if kind != "numbers":
+            {"shape": reshaped, "layout": relaid, "values": revalued}[kind](values, names)
         elif numbers:
             renumbered(op, values, numbers)
     return values

@@ -15,6 +15,7 @@ from deqfast.kernels.constants import ADVANCES, IMPROVED
 from hypothesis import HealthCheck, settings
 from interpreter import INTERPRETED
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deqfast.ops.fc import reference
 from deqfast.ops.steps.loops import PARTS
@@ -27,14 +28,6 @@ examples = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-SOURCES = {  # stems of the CUDA sources that are not named as their op
-    "norm_act_backward": "norm_act",
-    "norm_act_residual_backward": "norm_act_residual",
-    "class_means": "neural_collapse",
-    "within_class_scatter": "neural_collapse",
-    **{f"{step}_{half}": f"{step}_step" for step in ("picard", "multisecant") for half in ("sums", "apply")},
-    "multisecant_transposed": "multisecant_step",
-}
 STEPS: dict[str, Case] = {
     "picard_step": Case(None, size=16, k=1, damping=0.7),
     "multisecant_step": Case("good", size=16, k=2),
@@ -120,6 +113,49 @@ def in_loop(op: str, tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:
     return {**joined, "status": tensors["status"], "history": torch.stack(history) if history else torch.empty(0)}
 
 
+def share_rows(monkeypatch: Any, programs: int, block: int) -> None:
+    """Let several of Triton's programs share a row, in blocks of so few columns."""
+    from deqfast.kernels import multisecant_step, picard_step
+
+    for module, config in ((picard_step, "picard_config"), (multisecant_step, "sweep_config")):
+        made = getattr(module, config)
+        monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: programs)
+        for plans in (module._PLANS, module._SUMS_PLANS, module._APPLY_PLANS):
+            monkeypatch.setattr(plans, "_plans", {})
+        monkeypatch.setattr(module, config, lambda *a, made=made: replace(made(*a), block=block, num_warps=1))
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are called within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+LOOPS = {step.replace("step", "loop"): step for step in STEPS}
+
+
+def good_loop(op: str, dtype: str = "fp32", evaluations: int = 0) -> dict[str, Any]:
+    """Valid arguments of a loop's beginning, step or end, see ``deqfast.ops.steps.loops``."""
+    if op in LOOPS:
+        given = good(LOOPS[op], dtype=dtype)
+        numbers = [float(number) for number in [*given.values()][len(tensors(LOOPS[op])) + 2 :]]
+        return in_loop(LOOPS[op], given, evaluations) | {"fz": given["fz"], "max_iter": 5, "numbers": numbers}
+    z = good("picard_step", dtype=dtype)["z"]
+    if op == "state_begin":
+        return {"z": z}
+    begin = {"z0": z, "elements": 2 * z.numel() + 8 * len(z), "integers": 2 + len(z), "solve": 0}
+    if op == "loop_begin":
+        return begin
+    begun = torch.ops.deqfast.loop_begin(*begin.values())
+    return dict(zip(("values", "counts", "status", "running"), begun, strict=True)) | {"batch": 2, "dim": 16}
+
+
 def unaligned(tensor: Tensor) -> Tensor:
     """A copy that starts one element into a buffer."""
     buffer = tensor.new_empty(tensor.numel() + 1)
@@ -147,7 +183,7 @@ def circumstances(implementation, set_threads) -> Iterator[None]:
         yield from [None] * (1 if INTERPRETED else 9)
 
 
-def of_sample(tensor: Any, row: int, batch: int) -> Any:
+def sample_part(tensor: Any, row: int, batch: int) -> Any:
     """Part of one sample. The batch is the first dimension of that size; a tensor without one belongs to all
     samples."""
     sizes = tensor.shape[:2] if isinstance(tensor, Tensor) else ()
@@ -160,7 +196,7 @@ def check_bits(op: Callable[..., Any], values: list[Any], implementation, set_th
     for _ in circumstances(implementation, set_threads):
         assert all(map(same_bits, outcome(op, values), together))
     for row in {0, 1, batch // 2, batch - 1} & {*range(batch)}:
-        alone = outcome(op, [of_sample(value, row, batch) for value in values])
+        alone = outcome(op, [sample_part(value, row, batch) for value in values])
         for i, tensor in enumerate(together):
-            part = of_sample(tensor, row, batch)
+            part = sample_part(tensor, row, batch)
             assert part is tensor or same_bits(alone[i], part), (row, i)

@@ -425,27 +425,6 @@ def test_an_in_place_residual_frees_its_graph(adjoint):
     assert held and all(reference() is None for reference in held)
 
 
-BAD_ARGUMENTS = [
-    (Phantom, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
-    (Phantom, {"steps": 2.0}, TypeError, "steps must be an integer, got 2.0"),
-    (Phantom, {"relaxation": 0.0}, ValueError, "relaxation must be finite and greater than 0 and at most 1, got 0.0"),
-    (Phantom, {"relaxation": 1.1}, ValueError, "relaxation must be .* at most 1, got 1.1"),
-    (Unrolled, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
-    (Implicit, {"solver": "gmres"}, ValueError, "solver must be .* got 'gmres'"),
-    (Implicit, {"solver": Broyden(rtol=0, atol=1e-3)}, ValueError, "must have a positive rtol and atol=0, got Broyden"),
-    (Neumann, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
-    (Reversible, {"relaxation": 1.0}, ValueError, "relaxation must be .* greater than 0 and at most 0.99, got 1.0"),
-    (Unrolled, {"checkpoint": 2}, ValueError, "checkpoint must be one of False, True, got 2"),
-    (as_adjoint, {"adjoint": JFB}, ValueError, "adjoint must be a deqfast adjoint"),
-]
-
-
-@pytest.mark.parametrize(("make", "arguments", "error", "message"), BAD_ARGUMENTS)
-def test_bad_arguments_are_named(make, arguments, error, message):
-    with pytest.raises(error, match=message):
-        make(**arguments)
-
-
 def test_names_stand_for_default_adjoints():
     for kind in (JFB, Implicit, Neumann, Phantom, Reversible, SHINE, Unrolled):
         assert as_adjoint(kind.__name__.lower()) == kind()

@@ -16,15 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deqfast import (
-    JFB,
-    SHINE,
     Anderson,
     Broyden,
     DEQBlock,
     FCCell,
     Implicit,
-    Neumann,
-    Phantom,
     Picard,
     ResidualCell,
     Reversible,
@@ -83,59 +79,41 @@ def test_the_evaluation_solver_serves_in_evaluation_mode():
 
 
 @every_adjoint
-def test_an_empty_batch(adjoint):
-    z, solution = DEQBlock(FCCell(3, 5), adjoint=adjoint)(torch.zeros(0, 3), return_solution=True)
+def test_values(adjoint):
+    """Of empty batches, without a gradient to record, in inference mode, and those that a caller works on in place."""
+    block, x = DEQBlock(LoopedFCCell(3, 5), adjoint=adjoint, warn=False), torch.randn(4, 3)
+    z, solution = block(torch.zeros(0, 3), return_solution=True)
     assert z.shape == (0, 5) and solution.status.shape == (0,)
+    assert not DEQBlock(halve, adjoint=adjoint, warn=False)(x).requires_grad
+    with torch.no_grad():
+        assert not block(x).requires_grad
+    with torch.inference_mode():
+        inside = block(x)
+    assert torch.equal(inside, block(x))
+    expected = torch.autograd.grad(block(x).mul(2).square().sum(), [*block.parameters()])
+    z, solution = block(x, return_solution=True)
+    value = solution.value.clone()
+    actual = torch.autograd.grad(z.mul_(2).square().sum(), [*block.parameters()])
+    assert torch.equal(solution.value, value) and all(map(torch.equal, actual, expected))
 
 
-class TestValues:
-    @every_adjoint
-    def test_no_gradient_where_nothing_is_differentiated_or_recorded(self, adjoint):
-        assert not DEQBlock(halve, adjoint=adjoint, warn=False)(torch.ones(2, 3)).requires_grad
-        block = DEQBlock(LoopedFCCell(3, 5), adjoint=adjoint, warn=False)
-        with torch.no_grad():
-            assert not block(torch.ones(2, 3)).requires_grad
-        with torch.inference_mode():
-            inside = block(torch.ones(2, 3))
-        assert torch.equal(inside, block(torch.ones(2, 3)))
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_and_state_dicts(copier):
+    def model():
+        block = DEQBlock(LoopedFCCell(3, 5), Broyden(1e-4), Implicit(Anderson()), eval_solver="picard", kernel="torch")
+        return nn.Sequential(Linear(4, 3), block)
 
-    @every_adjoint
-    def test_work_in_place_on_the_output(self, adjoint):
-        block, x = DEQBlock(LoopedFCCell(3, 5), adjoint=adjoint, warn=False), torch.randn(4, 3)
-        block(x).mul(2).square().sum().backward()
-        expected = [p.grad.clone() for p in block.parameters()]
-        block.zero_grad()
-        z, solution = block(x, return_solution=True)
-        value = solution.value.clone()
-        z.mul_(2).square().sum().backward()
-        assert torch.equal(solution.value, value)
-        assert all(torch.equal(p.grad, e) for p, e in zip(block.parameters(), expected, strict=True))
-
-
-class TestCopies:
-    def model(self):
-        return nn.Sequential(
-            Linear(4, 3),
-            DEQBlock(LoopedFCCell(3, 5), Broyden(1e-4), Implicit(Anderson()), eval_solver="picard", kernel="torch"),
-        )
-
-    @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-    def test_after_a_step(self, copier):
-        model, x = self.model(), torch.randn(6, 4)
-        model(x).sum().backward()
-        twin = copier(model)
-        assert torch.equal(twin(x), model(x))
-        twin[1].cell.weight.data.zero_()
-        assert not torch.equal(twin(x), model(x))
-        for name in ("solver", "eval_solver", "adjoint", "kernel"):
-            assert getattr(twin[1], name) == getattr(model[1], name)
-
-    def test_state_dict_holds_the_cells_parameters_only(self):
-        model, other, x = self.model(), self.model(), torch.randn(6, 4)
-        assert set(model[1].state_dict()) == {f"cell.{name}" for name in FCCell(3, 5).state_dict()}
-        assert not torch.equal(other(x), model(x))
-        other.load_state_dict(model.state_dict())
-        assert torch.equal(other(x), model(x))
+    first, x = model(), torch.randn(6, 4)
+    first(x).sum().backward()
+    twin, other = copier(first), model()
+    assert torch.equal(twin(x), first(x)) and not torch.equal(other(x), first(x))
+    twin[1].cell.weight.data.zero_()
+    assert not torch.equal(twin(x), first(x))
+    for name in ("solver", "eval_solver", "adjoint", "kernel"):
+        assert getattr(twin[1], name) == getattr(first[1], name)
+    assert set(first[1].state_dict()) == {f"cell.{name}" for name in FCCell(3, 5).state_dict()}
+    other.load_state_dict(first.state_dict())
+    assert torch.equal(other(x), first(x))
 
 
 RISING = itertools.count(1)
@@ -183,20 +161,21 @@ class TestWarnings:
     def test_by_two_evaluations(self, change):
         block, x = DEQBlock(lambda z, x: x + change(0.1 * z + x), "picard"), torch.randn(64, 3)
         text = r"changes between calls and lacks a fixed point: two .* differ by [\d.e-]*[1-9] of its length"
-        with pytest.warns(UserWarning) as told:
+        with pytest.warns(UserWarning) as warned:
             block.train()(x), block(x)
-        assert sum(bool(re.search(text, str(one.message))) for one in told) == 1
-
-    MISTAKES = {
-        "swapped": (lambda x, z: 0.1 * x + z, r"parameters are called x and z, .*: swap or rename them"),
-        "swapped, partial": (partial(lambda a, x, z: a * x + z, 0.1), "called x and z"),
-        "without x": (lambda z, x: 0.1 * z + 1, "no gradient leads from the cell's value to x"),
-        "detached x": (lambda z, x: 0.1 * z + x.detach(), "no gradient leads from the cell's value to x"),
-    }
+        assert sum(bool(re.search(text, str(warning.message))) for warning in warned) == 1
 
     @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom", "shine", "unrolled"])
     @pytest.mark.parametrize("computed", [False, True])
-    @pytest.mark.parametrize(("cell", "text"), MISTAKES.values(), ids=MISTAKES)
+    @pytest.mark.parametrize(
+        ("cell", "text"),
+        [
+            (lambda x, z: 0.1 * x + z, "parameters are called x and z, .*: swap or rename them"),
+            (partial(lambda a, x, z: a * x + z, 0.1), "called x and z"),
+            (lambda z, x: 0.1 * z + 1, "no gradient leads from the cell's value to x"),
+            (lambda z, x: 0.1 * z + x.detach(), "no gradient leads from the cell's value to x"),
+        ],
+    )
     @pytest.mark.filterwarnings("error")
     def test_of_arguments_once_in_training(self, cell, text, computed, adjoint):
         x = torch.randn(4, 3, requires_grad=True)
@@ -227,7 +206,7 @@ class TestWarnings:
     @pytest.mark.parametrize("cell", INNOCENT.values(), ids=INNOCENT)
     def test_of_arguments_not_without_reason(self, cell, recwarn):
         DEQBlock(cell)(torch.randn(4, 3, requires_grad=True))
-        assert not any(re.search("takes|leads", str(one.message)) for one in recwarn)
+        assert not any(re.search("takes|leads", str(warning.message)) for warning in recwarn)
 
     @pytest.mark.filterwarnings("ignore")
     def test_the_look_leaves_no_trace(self):
@@ -248,17 +227,16 @@ class TestWarnings:
                 self.auxiliary, self.calls = h.square().mean(), self.calls + 1
                 return torch.tanh(h * (1 + 0 * self.mean)) + x
 
-        found, x = [], torch.randn(4, 3)
-        cell = Keeping()
+        both, cell, x = [], Keeping(), torch.randn(4, 3)
         for warns in (True, False):
             block = DEQBlock(copy.deepcopy(cell), Picard(1e-3, 5), warn=warns)
             torch.manual_seed(1)
             value = block(x)
             (value.sum() + block.cell.auxiliary).backward()
             gradients = [parameter.grad for parameter in block.parameters()]
-            found.append([value.detach(), *gradients, *block.buffers(), torch.rand(3)])
+            both.append([value.detach(), *gradients, *block.buffers(), torch.rand(3)])
             assert block.cell.calls == 6 + 3 * warns
-        assert_close(*found, EPS)
+        assert_close(*both, EPS)
 
     @pytest.mark.parametrize("solve", [False, True])
     def test_how_often(self, solve):
@@ -291,9 +269,9 @@ class TestWarnings:
             DEQBlock(halve)(x[:0])
             DEQBlock(residual)(torch.randn(2, 8, 3, 3))
         x[1] = torch.nan
-        with pytest.warns(UserWarning) as told:
+        with pytest.warns(UserWarning, match="in a forward solve, 1 of 4 samples NONFINITE") as warned:
             DEQBlock(halve)(x)
-        assert [str(one.message)[:45] for one in told] == ["deqfast: in a forward solve, 1 of 4 samples N"]
+        assert len(warned) == 1
 
 
 @pytest.mark.parametrize("hook", ["cancel_solve", "end_solve"])
@@ -322,37 +300,6 @@ def test_bfloat16_autocast(adjoint):
     assert not torch.equal(gradients[1][0], gradients[0][0])
 
 
-learned = nn.Bilinear(4, 3, 4)
-learned.initial_state = nn.Parameter(torch.zeros(4))
-WITHOUT_START = torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0
-
-
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            ({"cell": None}, TypeError, "cell must be a module or another function .* got None"),
-            ({"cell": FCCell}, TypeError, "cell must be .* got <class .*FCCell"),
-            ({"init": 0.0}, TypeError, "init must be callable, got 0.0"),
-            ({"cell": learned}, TypeError, "initial_state of the cell must be a method of x, got Parameter"),
-            *[({"x": x}, ValueError, r"x is not .* Pass z0 .*init=.*initial_state\(x\)") for x in WITHOUT_START],
-        ],
-    )
-    def test_arguments(self, arguments, error, message):
-        x = arguments.pop("x", torch.ones(2, 3))
-        with pytest.raises(error, match=message):
-            DEQBlock(**{"cell": halve, **arguments})(x)
-
-    @every_adjoint
-    def test_those_of_a_solve(self, adjoint):
-        with pytest.raises(ValueError, match=r"f must return the shape of its argument, \(2, 3\), got \(2, 2\)"):
-            DEQBlock(lambda z, x: x[:, :2], adjoint=adjoint)(torch.ones(2, 3))
-        with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
-            DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 1), z0=torch.tensor([[0.0], [torch.nan]]))
-        with pytest.raises(ValueError, match="z0 must hold at least one tensor, got an empty structure"):
-            DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 1), z0={})
-
-
 class Swapping(nn.Module):
     """A cell of two tensors, whose value has its keys in another order than z."""
 
@@ -366,28 +313,15 @@ class Swapping(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "adjoint",
-    [
-        JFB(),
-        Implicit(Broyden(1e-5, 50)),
-        Neumann(),
-        Phantom(3),
-        SHINE(),
-        Unrolled(20),
-        Unrolled(20, checkpoint=True),
-        Reversible(8),
-    ],
-    ids=lambda adjoint: type(adjoint).__name__,
-)
+@pytest.mark.parametrize("adjoint", [*ADJOINTS, "shine", Unrolled(20, checkpoint=True)], ids=str)
 def test_values_are_matched_by_their_keys(adjoint, compiled):
     """Also where the tensors have the same shape, which hides a swap."""
-    x, found = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), []
+    x, both = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), []
     z0 = {"a": torch.zeros_like(x), "b": torch.zeros_like(x)}
     for order in (["a", "b"], ["b", "a"]):
         block = DEQBlock(Swapping(order), Anderson(1e-5, 50), adjoint, warn=False)
         z = (torch.compile(block, backend="eager") if compiled else block)(x, z0)
         assert list(z) == list(z0)
         (2 * z["a"] + z["b"]).sum().backward()
-        found.append([z["a"].detach(), z["b"].detach(), block.cell.gain.grad])
-    assert_close(found[1], found[0], GRADIENT)
+        both.append([z["a"].detach(), z["b"].detach(), block.cell.gain.grad])
+    assert_close(*both, GRADIENT)

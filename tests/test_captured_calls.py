@@ -42,6 +42,11 @@ def inputs(seed):
     return torch.randn(4, 8, dtype=torch.float64, generator=generator).to(DEVICE).requires_grad_()
 
 
+def assert_same(captured, eager, x):
+    for own, other in zip(captured(x), eager(x), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-15)  # residuals in another order of sums
+
+
 @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
 @pytest.mark.parametrize(
     "options", [{}, {"ift": True}, {"tau": 0.7, "grad": 3}, {"n_states": 2}, {"f_max_iter": 3}], ids=str
@@ -50,12 +55,10 @@ def test_each_call_has_the_values_and_gradients_of_its_own_function(solver, opti
     captured, eager = (Model(f_solver=solver, **options, **more) for more in ({"cuda_graph": True}, {}))
     for seed in range(3):
         captured.calls = 0
-        x = inputs(seed)
-        for own, other in zip(captured(x), eager(x), strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-15)  # residuals in another order of sums
+        assert_same(captured, eager, inputs(seed))
     # A replay calls nothing. Left are the value, which is f's at the iterate, and the gradient's steps.
-    of_state = (solver != "broyden") + options.get("grad", 1)
-    assert captured.calls == options.get("n_states", 1) * of_state
+    per_state = (solver != "broyden") + options.get("grad", 1)
+    assert captured.calls == options.get("n_states", 1) * per_state
 
 
 @pytest.mark.parametrize("core", ["sliced", "indexing"])
@@ -70,8 +73,7 @@ def test_another_function_and_another_number_are_captured_again():
     captured, eager = Model(cuda_graph=True), Model()
     for slope in (1.0, 0.5, 1.0):
         captured.slope = eager.slope = slope
-        for own, other in zip(captured(inputs(0)), eager(inputs(0)), strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-15)
+        assert_same(captured, eager, inputs(0))
     assert len(captured.deq._captures._calls) == 2
     for again in (copy.deepcopy(captured.deq), pickle.loads(pickle.dumps(captured.deq))):
         assert not again._captures._calls and again.options["cuda_graph"]
@@ -98,16 +100,10 @@ def test_refusals(options, given, message):
 def test_the_benchmarks_compare_bits_of_replays(solver, monkeypatch):
     graph = "cuda-graph" if DEVICE == "cuda" else "cpp-graph"
     monkeypatch.setattr(phases, "GRAPHS", (graph,))
-    place = phases.Place(DEVICE, True, [])
-    asked = solver.__class__(1e-2, 19)
+    place, asked, run = phases.Place(DEVICE, True, []), solver.__class__(1e-2, 19), phases.deqfast.solve
     for each in (solver, asked):
         assert phases.same_bits(place, each, (3, 32), graph).keys() == {"evaluations"}
-    run = phases.deqfast.solve
     may_round = isinstance(solver, phases.deqfast.Broyden)
     factor, fault = (1.5, "other bits of status") if may_round else (1 + 1e-7, "other bits of value")
-
-    def off(f, z0, *given):
-        return run(lambda z: f(z) * factor, z0, *given)
-
-    monkeypatch.setattr(phases.deqfast, "solve", off)
+    monkeypatch.setattr(phases.deqfast, "solve", lambda f, z0, *given: run(lambda z: f(z) * factor, z0, *given))
     assert phases.same_bits(place, asked, (3, 32), graph)["fault"].startswith(fault)

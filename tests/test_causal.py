@@ -14,8 +14,7 @@ from solutions import SOLVERS, Recorder
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
 
-from deqfast import Anderson, Broyden, DEQBlock, Picard, Status, fixed_point, solve
-from deqfast.ops.steps.positions import Positions
+from deqfast import Anderson, Broyden, DEQBlock, Picard, Status, solve
 from deqfast.solution import Solution
 
 B, T, D = 4, 24, 32
@@ -306,45 +305,6 @@ def test_gradients_are_those_of_whole_samples(adjoint):
     assert_close(*found, 1e-2 if adjoint == "implicit" else 1e-4)
 
 
-@pytest.mark.tier("full")
-def test_in_functions_transforms_and_compiled_models():
-    cell, x = CASES["parcae"]()
-    block = DEQBlock(cell, Anderson(1e-4, 40), "implicit", causal=True)
-    expected = block(x)
-    assert torch.equal(fixed_point(cell, torch.zeros_like(x), x, solver=Anderson(1e-4, 40), causal=True), expected)
-    assert_close(torch.vmap(block)(x.unflatten(0, (2, -1))).flatten(0, 1), expected, 1e-4)
-    assert torch.equal(torch.compile(block, backend="eager", fullgraph=True)(x), expected)
-    assert torch.equal(copy.deepcopy(block)(x), expected)
-    assert len(block.trajectory(x, [1, 3])) == 3
-
-
-@pytest.mark.parametrize("join", [torch.add, torch.hypot, torch.maximum])
-def test_scans(join):
-    torch.manual_seed(0)
-    numbers = torch.rand(3, 37, 2, dtype=torch.float64)
-    found = Positions(37).scan(numbers.flatten(0, 1), join).view(3, 37, 2)
-    exact = {torch.add: numbers.cumsum(1), torch.hypot: numbers.square().cumsum(1).sqrt()}
-    assert_close(found, exact.get(join, numbers.cummax(1).values), 1e-14)
-    assert torch.equal(Positions(20).scan(numbers[:, :20].flatten(0, 1), join), found[:, :20].flatten(0, 1))
-
-
-OWN = type("Own", (Picard,), {})
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"solver": OWN()}, "causal serves Picard, Anderson and Broyden, whose steps sum over positions, got Own"),
-        ({"causal": 1.5}, "causal must be one of False, True"),
-    ],
-)
-def test_refused_at_once(options, said):
-    with pytest.raises(ValueError, match=said):
-        DEQBlock(parcae()[0], **{"causal": True} | options)
-    with pytest.raises(ValueError, match=said):
-        solve(torch.cos, torch.zeros(2, 3), **{"causal": True} | options)
-
-
 @pytest.mark.parametrize("kernel", ["triton"], indirect=True)
 @pytest.mark.parametrize("solver", ["picard", pytest.param("anderson", marks=pytest.mark.tier("full"))])
 def test_nothing_leaks_on_triton(solver, kernel, device):
@@ -365,17 +325,6 @@ def test_nothing_leaks_on_triton(solver, kernel, device):
     assert torch.equal(iterations, expected_iterations)
     assert_close(value, expected, 1e-10)
     assert torch.equal(solved(changed, kernel, device)[0][:, :2], value[:, :2])
-
-
-@pytest.mark.parametrize("start", [torch.zeros(2), torch.zeros(2, 0, 3), (torch.zeros(2, 3), torch.zeros(2, 4))])
-def test_a_start_must_have_positions(start):
-    with pytest.raises(
-        ValueError, match="causal needs the positions of a sequence as dimension 1 of each tensor of z0"
-    ):
-        solve(lambda z: z, start, causal=True)
-    assert len(solve(torch.cos, torch.zeros(0, 3), causal=True).status) == 0
-    with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
-        solve(torch.cos, torch.tensor([[0.0, 0.0], [0.0, torch.nan]]), causal=True)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "cpp"])

@@ -1,44 +1,49 @@
-"""The cells: their formulas, starts, errors and hooks."""
+"""The cells: their formulas, starts and hooks, and the only fixed point of MonotoneCell and SubhomogeneousCell."""
 
 from __future__ import annotations
 
 import copy
+import math
+import pickle
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from correctness import GRADIENT, after_solve, amplification, assert_close, rounding
+from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, rounding
 from torch import nn
-from torch.nn.modules import module as of_all_modules
+from torch.func import functional_call
+from torch.nn.modules import module as torch_modules
 from torch.nn.utils import prune
 
 from deqfast import (
+    Anderson,
     Broyden,
     CellHooks,
     DEQBlock,
     FCCell,
+    Implicit,
     LinearCell,
     MonotoneCell,
+    Neumann,
     Picard,
     ResidualCell,
     SubhomogeneousCell,
+    Unrolled,
     solve,
 )
+from deqfast.cells.monotone import SPLITTINGS, norm_bound
 from deqfast.engine.runners import one_launch
 
-EPS = rounding(torch.float32)
+EPS, EPS64 = rounding(torch.float32), rounding(torch.float64)
 
 
 def test_linear_cell():
     cell, z, x = LinearCell(5), torch.randn(3, 5), torch.randn(3, 5)
     assert_close(cell(z, x), z @ cell.weight.T + x, EPS)
     fixed_point = torch.linalg.solve(torch.eye(5) - cell.weight, x.T).T
-    assert_close(
-        DEQBlock(cell, Broyden(rtol=1e-6))(x),
-        fixed_point,
-        after_solve(1e-6 + EPS, amplification(lambda z: cell(z, x), fixed_point)),
-    )
+    condition = amplification(lambda z: cell(z, x), fixed_point)
+    assert_close(DEQBlock(cell, Broyden(rtol=1e-6))(x), fixed_point, after_solve(1e-6 + EPS, condition))
 
 
 @pytest.mark.parametrize(
@@ -48,12 +53,16 @@ def test_linear_cell():
 @pytest.mark.parametrize("bias", [True, False])
 def test_fc_cell(activation, function, bias):
     cell, z, x = FCCell(4, 6, activation, bias), torch.randn(3, 6), torch.randn(3, 4)
-    offset = cell.injection.bias if bias else 0
-    assert (cell.injection.bias is not None) == bias
-    assert_close(cell(z, x), function(z @ cell.weight.T + x @ cell.injection.weight.T + offset), EPS)
+    assert (cell.injection.bias is not None) == bias and repr(activation) in repr(cell)
+    assert_close(cell(z, x), function(z @ cell.weight.T + cell.injection(x)), EPS)
     start = cell.initial_state(x.double())
     assert start.shape == (3, 6) and start.dtype == torch.float64 and (start == 0).all()
-    assert repr(activation) in repr(cell)
+
+
+def residual(cell, z, x):
+    """The formula of ResidualCell."""
+    hidden = F.conv2d(torch.relu(cell.norm1(F.conv2d(z, cell.conv1.weight, padding=1))), cell.conv2.weight, padding=1)
+    return cell.norm3(torch.relu(z + cell.norm2(hidden + x)))
 
 
 def test_residual_cell():
@@ -62,59 +71,8 @@ def test_residual_cell():
         assert isinstance(norm, nn.GroupNorm) and norm.num_groups == 3
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
-    hidden = F.conv2d(torch.relu(cell.norm1(F.conv2d(z, cell.conv1.weight, padding=1))), cell.conv2.weight, padding=1)
-    expected = cell.norm3(torch.relu(z + cell.norm2(hidden + x)))
-    assert_close(cell(z, x), expected, EPS)
+    assert_close(cell(z, x), residual(cell, z, x), EPS)
     assert cell.conv1.bias is None and cell.conv2.bias is None
-
-
-BAD_ARGUMENTS = [
-    (LinearCell, {"features": 0}, ValueError, "features must be at least 1, got 0"),
-    (LinearCell, {"features": 2.0}, TypeError, "features must be an integer, got 2.0"),
-    (FCCell, {"in_features": 0, "features": 3}, ValueError, "in_features must be at least 1, got 0"),
-    (FCCell, {"in_features": 3, "features": "8"}, TypeError, "features must be an integer, got '8'"),
-    (FCCell, {"in_features": 3, "features": 3, "activation": "sine"}, ValueError, "activation must be .*, got 'sine'"),
-    (FCCell, {"in_features": 3, "features": 3, "activation": torch.tanh}, ValueError, "activation must be one of"),
-    (ResidualCell, {"channels": 0}, ValueError, "channels must be at least 1, got 0"),
-    (ResidualCell, {"channels": 8, "groups": 0}, ValueError, "groups must be at least 1, got 0"),
-    (ResidualCell, {"channels": 8, "groups": 3}, ValueError, r"groups must divide channels \(8\), got 3"),
-    (partial(MonotoneCell, 3), {"features": 0}, ValueError, "features must be at least 1, got 0"),
-    (partial(MonotoneCell, features=4), {"in_features": 2.0}, TypeError, "in_features must be an integer, got 2.0"),
-    (partial(MonotoneCell, 3, 4), {"splitting": "douglas"}, ValueError, "one of 'peaceman-rachford', 'forward-back"),
-    (partial(MonotoneCell, 3, 4), {"activation": "tanh"}, ValueError, "must be one of 'relu', 'identity', got 'tanh'"),
-    (partial(MonotoneCell, 3, 4), {"margin": 0}, ValueError, "margin must be finite and greater than 0, got 0"),
-    (partial(MonotoneCell, 3, 4), {"alpha": -1.0}, ValueError, "alpha must be finite and greater than 0, got -1.0"),
-    (partial(SubhomogeneousCell, 3), {"features": True}, TypeError, "features must be an integer, got True"),
-    (partial(SubhomogeneousCell, 3, 4), {"kernel_size": 2}, ValueError, "kernel_size must be odd, got 2"),
-    (partial(SubhomogeneousCell, 3, 4), {"kernel_size": (3, 3)}, TypeError, "kernel_size must be an integer, got"),
-    (partial(SubhomogeneousCell, 3, 4), {"degree": 0}, ValueError, "degree must be finite and greater than 0, got 0"),
-    (partial(SubhomogeneousCell, 3, 4), {"degree": 1.0}, ValueError, "degree must be less than 1, got 1.0"),
-]
-
-
-@pytest.mark.parametrize(("cell", "arguments", "error", "message"), BAD_ARGUMENTS)
-def test_bad_arguments_are_named(cell, arguments, error, message):
-    with pytest.raises(error, match=message):
-        cell(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("cell", "z", "x", "message"),
-    [
-        (LinearCell(4), (2, 4), (2, 5), r"x must have shape \(B, 4\), got \(2, 5\)"),
-        (LinearCell(4), (2, 4), (2, 1, 4), r"x must have shape \(B, 4\), got \(2, 1, 4\)"),
-        (FCCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
-        (ResidualCell(8), (2, 8, 4, 4), (2, 4, 4, 4), r"x must have shape \(B, 8, H, W\), got \(2, 4, 4, 4\)"),
-        (ResidualCell(8), (2, 8, 4, 4), (8, 4, 4), r"x must have shape \(B, 8, H, W\), got \(8, 4, 4\)"),
-        (MonotoneCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
-        (MonotoneCell(3, 4, "forward-backward"), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
-        (SubhomogeneousCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
-        (SubhomogeneousCell(3, 4, 3), (2, 4, 5, 5), (2, 3), r"x must have shape \(B, 3, H, W\), got \(2, 3\)"),
-    ],
-)
-def test_an_injection_of_another_shape_is_named(cell, z, x, message):
-    with pytest.raises(ValueError, match=message):
-        cell(torch.zeros(z), torch.zeros(x))
 
 
 @pytest.mark.parametrize(
@@ -135,13 +93,13 @@ def test_parameters_are_made_where_and_as_asked(cell):
         with pytest.raises(TypeError, match="dtype must be a floating-point type or None, got"):
             cell(dtype=dtype)
     torch.manual_seed(0)
-    plain = cell()
+    made = cell()
     torch.manual_seed(0)
-    assert_close([*cell(device="cpu").parameters()], [*plain.parameters()], 0.0)
+    assert_close([*cell(device="cpu").parameters()], [*made.parameters()], 0.0)
 
 
 class HookedCell(LinearCell):
-    """Tells which of its hooks are called; `solves`: it solves by itself."""
+    """Logs which of its hooks are called; `solves`: it solves by itself."""
 
     def __init__(self, solves: bool):
         super().__init__(4)
@@ -179,22 +137,23 @@ class HookedCell(LinearCell):
 class TestHooks:
     """The hooks of ``CellHooks`` are called when, and as often as, it says."""
 
-    def calls(self, cell, adjoint="jfb", z0=None, **options):
+    def calls(self, solves, adjoint="jfb", z0=None, **options):
+        cell = HookedCell(solves)
         DEQBlock(cell, Broyden(max_iter=3), adjoint, warn=False, **options)(torch.randn(2, 4), z0)
         return cell.log
 
     @pytest.mark.parametrize("solves", [False, True])
     def test_a_solve(self, solves):
         begun, ended = ["initial_state", "begin_solve", "fixed_point"], ["gradient", "end_solve"]
-        assert self.calls(HookedCell(solves)) == [*begun, *["forward"] * (0 if solves else 3), *ended]
+        assert self.calls(solves) == [*begun, *["forward"] * (0 if solves else 3), *ended]
 
     def test_a_start_that_is_given(self):
-        assert "initial_state" not in self.calls(HookedCell(solves=True), z0=torch.ones(2, 4))
-        assert "initial_state" not in self.calls(HookedCell(solves=True), init=torch.ones_like)
+        for options in ({"z0": torch.ones(2, 4)}, {"init": torch.ones_like}):
+            assert "initial_state" not in self.calls(solves=True, **options)
 
     @pytest.mark.parametrize("options", [{"adjoint": "shine"}, {"adjoint": "unrolled"}, {"trace": True}])
     def test_where_a_solve_of_its_own_would_not_do(self, options):
-        assert "fixed_point" not in self.calls(HookedCell(solves=True), **options)
+        assert "fixed_point" not in self.calls(solves=True, **options)
 
     def test_the_protocol_names_them(self):
         named = {name for name in vars(CellHooks) if not name.startswith("_")}
@@ -211,21 +170,19 @@ def test_changed_normalisations_are_not_fused(change):
         cell.norm3 = new[change]
     z, x = torch.randn(2, 2, 8, 3, 3)
     with torch.no_grad():
-        expected = cell.norm3(torch.relu(z + cell.norm2(cell.conv2(torch.relu(cell.norm1(cell.conv1(z)))) + x)))
-        assert_close(cell(z, x), expected, rounding(torch.float32))
+        assert_close(cell(z, x), residual(cell, z, x), EPS)
     cell.kernel = "cpp"
     with pytest.raises(ValueError, match="kernel='cpp' needs norm1, norm2 and norm3 to be"):
         cell(z, x)
 
 
-def offloaded(module):
-    """Forward of the instance that loads its parameters for the call, which lie on meta otherwise, as accelerate's."""
+def offload(module, monkeypatch):
+    """Load parameters for the call, by a forward of the instance, and leave them on meta, as accelerate does."""
     kept, own = copy.deepcopy(module), module.forward
     module.to("meta")
 
     def forward(*args):
-        given = {name: p.detach() for name, p in kept.named_parameters()}
-        return torch.func.functional_call(kept, given, args)
+        return functional_call(kept, {name: p.detach() for name, p in kept.named_parameters()}, args)
 
     module.forward, module.kept = forward, own
 
@@ -241,12 +198,12 @@ ATTACHED = {
     "pre-hook": lambda m, _: m.register_forward_pre_hook(lambda m, args: tuple(a + 1 for a in args)),
     "backward hook": lambda m, _: m.register_full_backward_hook(lambda m, grads, _: tuple(2 * g for g in grads)),
     "backward pre-hook": lambda m, _: m.register_full_backward_pre_hook(lambda m, grads: (2 * grads[0],)),
-    "hook of all modules": lambda m, _: of_all_modules.register_module_forward_hook(
+    "hook of all modules": lambda m, _: torch_modules.register_module_forward_hook(
         lambda other, args, y: 2 * y if other is m else None
     ),
     "own forward": lambda m, _: setattr(m, "forward", lambda *args: 2 * type(m).forward(m, *args)),
     "forward of the class": patch,
-    "offload": lambda m, _: offloaded(m),
+    "offload": offload,
 }
 ON_NORMS = {
     **ATTACHED,
@@ -259,7 +216,7 @@ ON_NORMS = {
 @pytest.mark.parametrize("name", ["norm1", "norm2", "norm3"])
 @pytest.mark.parametrize("attach", ON_NORMS.values(), ids=ON_NORMS)
 def test_what_is_attached_to_a_normalisation_takes_part(attach, name, monkeypatch):
-    found, (z, x) = [], torch.randn(2, 2, 8, 3, 3, dtype=torch.float64)
+    both, (z, x) = [], torch.randn(2, 2, 8, 3, 3, dtype=torch.float64)
     for kernel in ("auto", "torch"):
         torch.manual_seed(0)
         cell, leaves = ResidualCell(8, groups=4, kernel=kernel).double(), [t.clone().requires_grad_() for t in (z, x)]
@@ -267,13 +224,13 @@ def test_what_is_attached_to_a_normalisation_takes_part(attach, name, monkeypatc
         with monkeypatch.context() as patches:
             handle = attach(getattr(cell, name), patches)
             value = cell(*leaves)
-            found.append([value, *torch.autograd.grad(value.pow(3).sum(), leaves)])
+            both.append([value, *torch.autograd.grad(value.pow(3).sum(), leaves)])
             cell.kernel = "cpp"
             with pytest.raises(ValueError, match="kernel='cpp' needs norm1, norm2 and norm3 .* without hooks"):
                 cell(z, x)
         if hasattr(handle, "remove"):
             handle.remove()
-    assert_close(*found, GRADIENT)
+    assert_close(*both, GRADIENT)
 
 
 @pytest.mark.parametrize(
@@ -295,3 +252,217 @@ def test_a_cell_with_something_attached_is_called(attach, make, monkeypatch):
     if hasattr(handle, "remove"):
         handle.remove()
     assert not launches
+
+
+TIGHT = Broyden(1e-12, 400)
+SMALL = {
+    **{f"{s}, {alpha}": partial(MonotoneCell, 2, 3, s, alpha=alpha) for s in SPLITTINGS for alpha in (None, 0.1)},
+    "connected": partial(SubhomogeneousCell, 2, 2),
+    "convolutional": partial(SubhomogeneousCell, 2, 2, 3),
+}
+
+
+@pytest.mark.parametrize("make", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("adjoint", [Implicit(TIGHT), Unrolled(60), Neumann(200)], ids=str)
+def test_gradients_of_the_only_fixed_point_against_finite_differences(make, adjoint):
+    """In x and all parameters; the default alpha moves with A and B."""
+    block = DEQBlock(make(dtype=torch.float64), TIGHT, adjoint, warn=False)
+    names, parameters = zip(*block.named_parameters(), strict=True)
+    x = torch.randn(2, 2, *([2, 1] if getattr(block.cell, "padding", None) else []), dtype=torch.float64)
+
+    def value(x, *parameters):
+        return functional_call(block, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert value(x, *parameters).any()
+    assert torch.autograd.gradcheck(value, (x.requires_grad_(), *parameters), **FINITE_DIFFERENCES)
+
+
+class TestMonotone:
+    """Both splittings and all solvers find its only fixed point."""
+
+    EYE = torch.eye(12, dtype=torch.float64)
+    every_splitting = pytest.mark.parametrize("splitting", SPLITTINGS)
+
+    @staticmethod
+    def cell(splitting="peaceman-rachford", scale=1.0, **options):
+        """Cell in float64 whose A and B are `scale` times those that a cell begins with."""
+        cell = MonotoneCell(3, 12, splitting, dtype=torch.float64, **options)
+        with torch.no_grad():
+            cell.A.mul_(scale)
+            cell.B.mul_(scale)
+        return cell
+
+    @staticmethod
+    def inputs(batch=5):
+        return torch.randn(batch, 3, dtype=torch.float64)
+
+    @every_splitting
+    @pytest.mark.parametrize(
+        "solver", [Picard(1e-12, 4000), Anderson(1e-12, 400), TIGHT], ids=lambda solver: type(solver).__name__
+    )
+    def test_all_find_the_fixed_point_from_anywhere(self, splitting, solver):
+        cell, x = self.cell(splitting, scale=2.0), self.inputs()
+        other = MonotoneCell(3, 12, next(s for s in SPLITTINGS if s != splitting), dtype=torch.float64)
+        other.load_state_dict(cell.state_dict())
+        expected = DEQBlock(other, TIGHT)(x)
+        assert expected.any()
+        condition = max(amplification(lambda z, f=f: f(z, x), expected) for f in (cell, other))
+        for z0 in (None, *(10 * torch.randn(3, 5, 12, dtype=torch.float64))):
+            z = DEQBlock(cell, solver)(x, z0)
+            assert_close(z, expected, after_solve(1e-12, condition))
+            steepest = float(torch.linalg.matrix_norm(cell.weight.detach(), 2))
+            step = torch.relu(z @ cell.weight.T + cell.injection(x))
+            assert_close(step, z, after_solve(1e-12, condition) * (1 + steepest))
+
+    def test_the_weight_of_the_paper_and_its_direct_solution(self):
+        cell = self.cell(margin=0.3)
+        assert_close(cell.weight, 0.7 * self.EYE - cell.A.T @ cell.A + cell.B - cell.B.T, EPS64)
+        for splitting, solver in (("peaceman-rachford", TIGHT), ("forward-backward", Picard(1e-12, 4000))):
+            cell, x = self.cell(splitting, activation="identity", bias=False), self.inputs()  # and in one launch
+            expected = torch.linalg.solve(self.EYE - cell.weight, cell.injection(x).T).T
+            assert_close(DEQBlock(cell, solver)(x), expected, GRADIENT)
+
+    @every_splitting
+    def test_alpha_is_the_step(self, splitting):
+        """From zeros it gives relu(alpha c), or V (2 relu(alpha c))."""
+        cell, x = self.cell(splitting, alpha=0.1), self.inputs()
+        value = cell(torch.zeros(5, 12, dtype=torch.float64), x)
+        if splitting == "peaceman-rachford":
+            value = value @ (self.EYE + 0.1 * (self.EYE - cell.weight)).T / 2
+        assert_close(value, torch.relu(0.1 * cell.injection(x)), EPS64)
+
+    @every_splitting
+    @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+    def test_contracts_at_the_documented_rate(self, splitting, scale):
+        cell, margin = self.cell(splitting, scale, margin=0.5), 0.5
+        operator = (self.EYE - cell.weight).detach()
+        bound, x = norm_bound(operator).item(), self.inputs(1).expand(200, 3)
+        a, b = torch.randn(2, 200, 12, dtype=torch.float64)
+        before, after = a - b, cell(a, x) - cell(b, x)
+        rate = (1 - (margin / bound) ** 2) ** 0.5
+        if splitting == "peaceman-rachford":  # in the norm of V^-1 z
+            before, after = (d @ (self.EYE + operator / bound).T for d in (before, after))
+            rate = ((bound - margin) / (bound + margin)) ** 0.5
+        assert (after.norm(dim=1) <= (rate + 1e-9) * before.norm(dim=1)).all()
+
+    @pytest.mark.parametrize("features", [1, 2, 64])
+    @pytest.mark.parametrize("factor", [1e-12, 1.0, 1e12])
+    def test_norm_bound(self, features, factor):
+        matrix = factor * torch.randn(features, features)
+        ratio = float(norm_bound(matrix) / torch.linalg.matrix_norm(matrix, 2))
+        assert 1 / (1 + EPS) <= ratio <= features ** (1 / 64) * (1 + EPS)
+
+    def test_matrices_are_computed_once_per_call_and_exported_solve(self, monkeypatch):
+        block, calls, x = DEQBlock(self.cell(), Picard(1e-6, 20), "implicit", warn=False), [], self.inputs()
+        program = torch.export.export(copy.deepcopy(block).eval(), (x,))
+        assert sum(node.target is torch.ops.aten.linalg_inv_ex.default for node in program.graph.nodes) == 1
+        assert_close(program.module()(x), block(x), EPS64)
+        compute = block.cell.matrices.compute
+        monkeypatch.setattr(block.cell.matrices, "compute", lambda: calls.append(1) or compute())
+        block(x).sum().backward()
+        assert len(calls) == 1
+
+    @every_splitting
+    def test_half_precision_and_copies(self, splitting):
+        cell, x = MonotoneCell(3, 8, splitting, dtype=torch.bfloat16), torch.randn(4, 3, dtype=torch.bfloat16)
+        z = DEQBlock(cell, Picard(1e-2, 200))(x)
+        assert z.dtype == torch.bfloat16 and torch.isfinite(z).all()
+        for duplicate in (copy.deepcopy(cell), pickle.loads(pickle.dumps(cell))):
+            assert torch.equal(DEQBlock(duplicate, Picard(1e-2, 200))(x), z)
+
+
+class TestSubhomogeneous:
+    """Plain iteration reaches its only fixed point at the documented rate, whatever the weights are."""
+
+    DEGREE = 0.9
+    every_kind = pytest.mark.parametrize("kernel_size", [None, 3], ids=["connected", "convolutional"])
+
+    @staticmethod
+    def cell(kernel_size, weights="initial", dtype=torch.float64, degree=DEGREE):
+        cell, top = SubhomogeneousCell(3, 5, kernel_size, degree, dtype=dtype), 0.1 * torch.finfo(dtype).max
+        factor = {"zero": 0.0, "large": 1e3, "tiny": 1e-30}.get(weights, 1.0)
+        with torch.no_grad():
+            for parameter in cell.parameters():
+                parameter.mul_(10.0 ** torch.randint(-6, 7, parameter.shape) if weights == "any scale" else factor)
+            if weights == "huge":  # products overflow, every second row is zero, and c is zero
+                cell.A.copy_(top * cell.A.sign())[::2] = 0
+                cell.injection.bias.fill_(-top)
+        return cell
+
+    @staticmethod
+    def inputs(kernel_size, dtype=torch.float64):
+        return 3 * torch.randn(2, 3, *([4, 5] if kernel_size else []), dtype=dtype)
+
+    @torch.no_grad()
+    def check_rate(self, cell, x, starts):
+        """Check both documented bounds from each of the starts."""
+
+        def distance(y, z):
+            return float((y.log() - z.log()).abs().max())
+
+        expected, most = cell.initial_state(x), math.log1p(math.exp(cell.shift))
+        for _ in range(500):
+            expected = cell(expected, x)
+        for z in starts:
+            for k in range(400):
+                before, z = z, cell(z, x)
+                assert distance(z, expected) <= cell.degree**k * most + EPS64
+                assert k == 0 or distance(cell(z, x), z) <= cell.degree * distance(z, before) + EPS64
+
+    @every_kind
+    @pytest.mark.parametrize("degree", [0.05, DEGREE])
+    @pytest.mark.parametrize("weights", ["initial", "zero", "tiny", "large", "huge", "any scale"])
+    def test_all_starts_lead_to_the_fixed_point_at_the_documented_rate(self, kernel_size, degree, weights):
+        cell, x = self.cell(kernel_size, weights, degree=degree), self.inputs(kernel_size)
+        zeros = cell.initial_state(x)
+        starts = [zeros, zeros - 1e300, *(scale * torch.randn_like(zeros) for scale in (1e-300, 1.0, 1e6))]
+        self.check_rate(cell, x, starts)
+
+    @every_kind
+    def test_weights_that_ascend_the_residual_keep_the_rate(self, kernel_size):
+        cell, x, rates = self.cell(kernel_size), self.inputs(kernel_size), []
+        optimizer = torch.optim.Adam(cell.parameters(), lr=0.1, maximize=True)
+        for _ in range(150):
+            z = [torch.ones_like(cell.initial_state(x))]
+            for _ in range(6):
+                z.append(cell(z[-1], x))
+            early, late = ((z[k].log() - z[k - 1].log()).abs().max() for k in (2, 6))
+            optimizer.zero_grad()
+            (late / early).log().backward()
+            optimizer.step()
+            rates.append((late / early).item() ** 0.25)  # per evaluation
+        assert rates[0] < 0.6 < 0.8 < max(rates) <= self.DEGREE
+        self.check_rate(cell, x, [torch.zeros_like(z[0]), 10 * torch.randn_like(z[0])])
+
+    def test_the_degree_is_reached(self):
+        cell = SubhomogeneousCell(1, 1, degree=self.DEGREE, dtype=torch.float64)
+        with torch.no_grad():
+            cell.A.fill_((1 + self.DEGREE) ** 2)
+            cell.injection.bias.fill_(-1e3)
+        x, z = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1), 1 / (1 + self.DEGREE), dtype=torch.float64)
+        jacobian = torch.autograd.functional.jacobian(lambda z: cell(z, x), z)
+        assert_close(cell(z, x), z, EPS64)
+        assert_close(jacobian, torch.full_like(jacobian, self.DEGREE), EPS64)
+
+    @every_kind
+    @pytest.mark.parametrize("weights", ["initial", "large", "any scale"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_solves_end_within_the_documented_evaluations(self, kernel_size, weights, dtype):
+        cell, x = self.cell(kernel_size, weights, dtype), self.inputs(kernel_size, dtype=dtype)
+        block = DEQBlock(cell, Picard(1e-3, 74), Implicit(Picard(1e-3, 400)))
+        z, solution = block(x, return_solution=True)
+        z.sum().backward()
+        assert solution.converged.all() and block.backward_solution.converged.all()
+        assert all(parameter.grad.isfinite().all() for parameter in cell.parameters())
+
+    @every_kind
+    def test_exports_compiled_cells_copies_and_empty_batches(self, kernel_size):
+        block = DEQBlock(self.cell(kernel_size).float(), Picard(1e-4, 100)).eval()
+        x = self.inputs(kernel_size).float()
+        z = block(x)
+        assert_close(torch.export.export(block, (x,)).module()(x), z, EPS)
+        assert_close(torch.compile(block.cell, fullgraph=True, backend="eager")(z, x), block.cell(z, x), EPS)
+        assert_close(pickle.loads(pickle.dumps(block))(x), z, EPS)
+        assert block(x[:0]).shape == z[:0].shape
+        half = copy.deepcopy(block).bfloat16()(x.bfloat16())
+        assert half.dtype == torch.bfloat16 and half.isfinite().all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import pkgutil
 import sys
 from importlib import import_module
@@ -15,6 +14,7 @@ import torch
 from correctness import ITERATES, after_solve, rounding
 from own_sums import product
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import deqfast
 from deqfast import compat
@@ -140,17 +140,53 @@ VALUES = [
     *[(name, {}, AT_REST | {"core": "indexing", "indexing": [3, 7]}) for name in ("rest", "rest of coupled samples")],
 ]
 
+STATES = [{"n_states": 3}, {"indexing": [2, 5]}, {"indexing": [2, 5], "grad": [1, 2, 3]}]
+STEPS = [{"grad": 12}, {"grad": 3, "tau": 0.5}, {"grad": 2, "n_states": 3}]
+SLOW = {
+    "f_max_iter": 12,
+    "f_tol": 1e-9,
+    "slope": 4.0,
+}  # with this slope the best iterate of some samples is not the last
+SOLVES = "fixed_point_iter", "anderson", "broyden"
+# Batch, keywords of the call, options.
+CASES = [
+    *[
+        (1, None, {"core": core, "f_solver": solver, "f_max_iter": 12, "f_tol": 0.0} | states)
+        for core in ("sliced", "indexing")
+        for solver in ("fixed_point_iter", "broyden")
+        for states in STATES
+    ],
+    *[
+        (5, None, SLOW | {"f_solver": "simple_fixed_point_iter"} | more)
+        for more in ({}, {"slope": 1.0}, {"f_solver": "fixed_point_iter"}, {"n_states": 6, "f_max_iter": 42})
+    ],
+    (5, {"lam": 0.0}, SLOW | {"f_solver": "anderson"}),
+    *[(2, {"f_max_iter": 0}, {"f_solver": solver, "f_max_iter": 9} | more) for solver in SOLVES for more in STEPS],
+]
+
 
 class TestTheSameAsTorchdeq:
     @pytest.mark.covering(2)
     @pytest.mark.parametrize("tol", [5e-2, 1e-5, 0.0])
     @pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
     @pytest.mark.parametrize(("solver", "given"), SOLVERS, ids=str)
-    def test_one_sample(self, solver, given, gradient, tol):
-        """Iterates, stop, value, gradients, evaluations and statistics."""
-        options = {"f_solver": solver, "f_max_iter": 12, "f_tol": tol, "f_stop_mode": "rel", **gradient}
-        ours, theirs = compared(given=given, **options)
-        assert ours.evaluations == theirs.evaluations
+    def test_solvers_and_gradients(self, solver, given, gradient, tol):
+        self.check(1, given, {"f_solver": solver, "f_max_iter": 12, "f_tol": tol, "f_stop_mode": "rel", **gradient})
+
+    @pytest.mark.parametrize(("batch", "given", "options"), CASES, ids=str)
+    def test_cases(self, batch, given, options):
+        self.check(batch, given, options)
+
+    def check(self, batch, given, options):
+        """Compare iterates, stop, value, gradients, evaluations and statistics."""
+        ours, theirs = (call(library, batch, given, **options) for library in (compat, torchdeq))
+        if (options.get("core"), options["f_solver"]) == ("indexing", "broyden"):  # torchdeq drops its last iterate
+            assert_same(ours.states[:-1], theirs.states[:-1])
+            return
+        assert_same([*ours.states, *ours.gradients], [*theirs.states, *theirs.gradients])
+        # Without a solve the steps of the gradient from z0 are all that we make.
+        unsolved = (given or {}).get("f_max_iter") == 0
+        assert ours.evaluations == (options["grad"] * len(ours.states) if unsolved else theirs.evaluations)
         for name, statistic in theirs.info.items():
             assert ours.info[name].shape == statistic.shape, name
             if name != "sradius":
@@ -163,24 +199,11 @@ class TestTheSameAsTorchdeq:
     def test_values_and_statistics(self, problem, given, options, training):
         """Without gradients, where the phantom steps of training are part of the value all the same."""
         func, z0 = PROBLEMS[problem]
-        found = []
+        both = []
         for library in (compat, torchdeq):
             states, info = library.get_deq(**options).train(training)(func, z0, solver_kwargs=given)
-            states = [leaf for state in states for leaf in (state if isinstance(state, (list, tuple)) else [state])]
-            found.append([*states, *(info[name].double() for name in STATISTICS)])
-        assert_same(*found, 1e-6)  # torchdeq adds 1e-8 to the length of a value, and keeps statistics in float32
-
-    @pytest.mark.parametrize("solver", ["fixed_point_iter", "broyden"])
-    @pytest.mark.parametrize("core", ["sliced", "indexing"])
-    @pytest.mark.parametrize("states", [{"n_states": 3}, {"indexing": [2, 5]}, {"indexing": [2, 5], "grad": [1, 2, 3]}])
-    def test_states_on_the_way(self, core, states, solver):
-        options = {"core": core, "f_solver": solver, "f_max_iter": 12, "f_tol": 0.0, **states}
-        ours, theirs = (call(library, **options) for library in (compat, torchdeq))
-        assert len(ours.states) == 3
-        if (core, solver) == ("indexing", "broyden"):  # torchdeq drops its last iterate
-            assert_same(ours.states[:-1], theirs.states[:-1])
-        else:
-            assert_same([*ours.states, *ours.gradients], [*theirs.states, *theirs.gradients])
+            both.append([*pytree.tree_leaves(states), *(info[name].double() for name in STATISTICS)])
+        assert_same(*both, 1e-6)  # torchdeq adds 1e-8 to the length of a value, and keeps statistics in float32
 
     @pytest.mark.parametrize(
         ("more", "evaluations"), [({"sup_gap": 1}, 16), ({"sup_gap": 5}, 14), ({"sup_loc": [2, 7]}, 16)], ids=str
@@ -203,19 +226,6 @@ class TestTheSameAsTorchdeq:
         with pytest.raises(RuntimeError):
             call(torchdeq, 4, training=False, **options)
 
-    @pytest.mark.parametrize(
-        "options",
-        [{}, {"n_states": 6, "f_max_iter": 42, "f_solver": "simple_fixed_point_iter"}, {"f_solver": "anderson"}],
-        ids=str,
-    )
-    @pytest.mark.parametrize("slope", [1.0, 4.0])
-    def test_evaluations_of_a_solve_that_does_not_converge(self, options, slope):
-        """As many as torchdeq makes, also where the best iterate of some samples is not the last (slope 4)."""
-        options = {"f_max_iter": 12, "f_tol": 1e-9, **options}
-        ridge = {"lam": 0.0} if options.get("f_solver") == "anderson" else None
-        ours, theirs = compared(5, ridge, slope=slope, **options)
-        assert ours.evaluations == theirs.evaluations == options["f_max_iter"] + options.get("n_states", 1)
-
     @pytest.mark.parametrize("solver", ["fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"])
     @pytest.mark.parametrize("more", [{}, {"n_states": 2}, {"f_stop_mode": "rel", "f_tol": 1e-3}], ids=str)
     def test_devices_that_are_not_waited_for(self, solver, more, monkeypatch):
@@ -227,32 +237,11 @@ class TestTheSameAsTorchdeq:
         for a, b in zip(looked[:3], blind[:3], strict=True):
             assert all(map(torch.equal, *(each.values() if isinstance(each, dict) else each for each in (a, b))))
 
-    @pytest.mark.parametrize("more", [{"grad": 12}, {"grad": 3, "tau": 0.5}, {"grad": 2, "n_states": 3}], ids=str)
-    @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
-    def test_no_solve(self, solver, more):
-        """With f_max_iter=0 the gradient's own steps from z0 are all, in training; in evaluation z0 is the value."""
-        for at in ({"f_max_iter": 0}, {"f_max_iter": 9, "given": {"f_max_iter": 0}}):
-            ours, theirs = compared(2, f_solver=solver, **at, **more)
-            assert ours.evaluations == more["grad"] * len(ours.states)
-            for name, statistic in theirs.info.items():
-                assert ours.info[name].tolist() == statistic.tolist(), name
+    @pytest.mark.parametrize("solver", SOLVES)
+    def test_no_solve_in_evaluation(self, solver):
         z0 = injection(2).detach()
         (value,), _ = get_deq(f_solver=solver, f_max_iter=0).eval()(torch.cos, z0)
         assert torch.equal(value, z0) and value.data_ptr() != z0.data_ptr()
-
-    @pytest.mark.filterwarnings("error")
-    def test_what_a_parser_gives(self):
-        from torchdeq.utils.arg_utils import add_deq_args
-
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--lr", default=0.1)
-        add_deq_args(parser)
-        args = parser.parse_args(["--f_solver", "broyden", "--grad", "3", "--tau", "0.7"])
-        before = copy.deepcopy(vars(args))
-        layer = get_deq(args, f_tol=1e-4)
-        assert vars(args) == before
-        assert layer.options["f_tol"] == 1e-4
-        assert [gradient.adjoint for gradient in layer.gradients] == [deqfast.Phantom(3, 0.7)]
 
 
 class TestForcesInALoss:
@@ -267,24 +256,22 @@ class TestForcesInALoss:
     def exact(self):
         return self.loss(lambda f, x: iterated(lambda z: f(z, x), torch.zeros_like(x)))
 
-    @staticmethod
-    def closed(library, **options):
-        layer = library.get_deq(f_tol=1e-12, f_max_iter=80, **options)
-        return lambda f, x: layer(lambda z: f(z, x), torch.zeros_like(x))[0][-1]
-
     @pytest.mark.parametrize("training", [True, False])
     def test_positions_in_the_call(self, training):
         layer = get_deq(f_solver="broyden", f_tol=1e-12, ift=True, b_solver="broyden", b_tol=1e-12).train(training)
-        found = self.loss(lambda f, x: layer(f, torch.zeros_like(x), x=x)[0][-1])
-        assert_same(found, self.exact(), 1e-8)
+        assert_same(self.loss(lambda f, x: layer(f, torch.zeros_like(x), x=x)[0][-1]), self.exact(), 1e-8)
 
     def test_what_an_implicit_gradient_does_not_see(self):
         """torchdeq's is silently wrong; here the error says where the positions belong."""
-        wrong = self.loss(self.closed(torchdeq, ift=True, b_tol=1e-12))
-        exact = self.exact()
+
+        def closed(library):
+            layer = library.get_deq(f_tol=1e-12, f_max_iter=80, ift=True, b_tol=1e-12)
+            return lambda f, x: layer(lambda z: f(z, x), torch.zeros_like(x))[0][-1]
+
+        wrong, exact = self.loss(closed(torchdeq)), self.exact()
         assert (wrong[0] - exact[0]).norm() > 0.1 * exact[0].norm()
         with pytest.raises(RuntimeError, match="in x"):
-            self.loss(lambda f, x: self.closed(compat, ift=True)(f, 1.0 * x))
+            self.loss(lambda f, x: closed(compat)(f, 1.0 * x))
 
 
 class TestNames:
@@ -325,8 +312,8 @@ class TestNames:
     def test_classes_of_layers(self, monkeypatch):
         for library in (compat, torchdeq.core):
             sliced, indexing = library.get_deq(), library.get_deq(core="indexing")
-            assert isinstance(sliced, library.DEQSliced) and isinstance(indexing, library.DEQIndexing)
-            assert not isinstance(sliced, library.DEQIndexing) and not isinstance(indexing, library.DEQSliced)
+            assert isinstance(sliced, library.DEQSliced) and not isinstance(sliced, library.DEQIndexing)
+            assert isinstance(indexing, library.DEQIndexing) and not isinstance(indexing, library.DEQSliced)
             made = library.DEQIndexing({"f_tol": 0.1, "core": "sliced"}, f_max_iter=3)
             assert isinstance(made, library.DEQIndexing) and (made.f_tol, made.f_max_iter) == (0.1, 3)
         own = type("Own", (compat.DEQSliced,), {})
@@ -344,9 +331,8 @@ class TestNames:
             assert getattr(ours, name) == getattr(theirs, name), name
         assert ours.f_solver == ours.b_solver == "fixed_point_iter"
         for solver in ("fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"):
-            names = [library.get_deq(f_solver=solver).f_solver.__name__ for library in (compat, torchdeq)]
-            assert names[0] == names[1]
-        assert ours.args.get("f_tol") == theirs.args.get("f_tol") == 0.1
+            names = {library.get_deq(f_solver=solver).f_solver.__name__ for library in (compat, torchdeq)}
+            assert len(names) == 1
         set_later = get_deq(eval_factor=2.0)
         for name, value in options.items():
             setattr(set_later, name, value)
@@ -356,24 +342,14 @@ class TestNames:
         assert torch.equal(*(layer(torch.cos, torch.zeros(2, 3))[0][0] for layer in (ours, set_later)))
 
 
-def test_a_module_has_one_computed_weight_and_one_dropout_mask_for_a_call():
-    calls, values = [], []
-
-    class Noted(nn.Module):
-        def forward(self, w):
-            calls.append(1)
-            return 0.5 * torch.tanh(w)
-
-    func = nn.Sequential(deqfast.SolveDropout(0.3), nn.Linear(8, 8), nn.Tanh())
-    nn.utils.parametrize.register_parametrization(func[1], "weight", Noted())
+def test_a_module_has_one_dropout_mask_for_a_call():
+    func, values = nn.Sequential(deqfast.SolveDropout(0.3), nn.Linear(8, 8), nn.Tanh()), []
+    func[1].weight.data *= 0.5
     for _ in range(2):
-        calls.clear()
         states, info = get_deq(f_tol=1e-4)(func, torch.zeros(4, 8))
-        states[-1].sum().backward()
-        assert bool((info["abs_lowest"] <= 1e-4).all()) and info["nstep"].max() > 4 and len(calls) == 1
+        assert bool((info["abs_lowest"] <= 1e-4).all()) and info["nstep"].max() > 4
         values.append(states[-1])
     assert not torch.allclose(*values)
-    assert func[1].parametrizations.weight.original.grad is not None
 
 
 class TestWhereTorchdeqIsWrong:
@@ -405,12 +381,10 @@ class TestWhereTorchdeqIsWrong:
             assert bool(value[3].any()) and bool(residual.isfinite().all()) and calls < 38
         assert not bool(run(torchdeq, 4)[0].isfinite().all())
 
-    def test_a_keyword_that_is_ignored_there(self):
-        torchdeq.get_deq(stop_mode="rel")
+    @pytest.mark.parametrize("config", [{}, {"f_max_iter": 3}])
+    def test_a_keyword_that_is_ignored_there(self, config):
         with pytest.raises(TypeError, match="'stop_mode'; did you mean 'f_stop_mode'"):
-            get_deq(stop_mode="rel")
-        with pytest.raises(TypeError, match="'stop_mode'; did you mean 'f_stop_mode'"):
-            get_deq({"f_max_iter": 3}, stop_mode="rel")
+            get_deq(config, stop_mode="rel")
 
     def test_spectral_radius_of_a_rotation(self):
         turn = 0.9 * torch.tensor([[0.5, -(0.75**0.5)], [0.75**0.5, 0.5]], dtype=torch.float64)
@@ -444,64 +418,57 @@ def test_a_configuration_that_holds_more(config, message):
         layer = get_deq(config, f_tol=0.1)
     assert len(warned) == 1 and warned[0].filename == __file__
     assert isinstance(layer, compat.DEQIndexing) and (layer.f_max_iter, layer.f_tol) == (7, 0.1)
-    assert layer.args.config["jac_loss_freq"] == layer.args.get("jac_loss_freq") == 0.2
-    assert all(layer.args.config[name] == value for name, value in CONFIG.items())
     theirs = torchdeq.get_deq(dict(CONFIG), f_tol=0.1).args.config
-    assert all(layer.args.config[name] == value for name, value in theirs.items())
+    assert layer.args.get("jac_loss_freq") == 0.2 and layer.args.get("f_tol") == 0.1
+    assert all(layer.args.config[name] == value for name, value in (CONFIG | theirs).items())
 
 
-class TestOptionsOfWhichTorchdeqIgnoresOne:
-    @pytest.mark.filterwarnings("error")
-    @pytest.mark.parametrize("kind", ["ift", "hook_ift"])
-    @pytest.mark.parametrize("grad", [4, [4], [3, 2]])
-    def test_steps_next_to_an_implicit_gradient(self, kind, grad):
-        """The last state has the implicit gradient, whatever grad says: a configuration may hold both."""
-        options = {kind: True, "tau": 0.8, "n_states": 2 if grad == [3, 2] else 1}
-        options |= {"f_max_iter": 120, "f_tol": 1e-10, "b_max_iter": 120, "b_tol": 1e-10}
-        tolerances = after_solve(1e-10, CONDITION), after_solve(1e-10, CONDITION, derivatives=1)
-        ours, _ = compared(3, grad=grad, tolerances=tolerances, **options)
-        if grad != [3, 2]:
-            assert_same(ours.gradients, call(compat, 3, **options).gradients, 0.0)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["ift", "hook_ift"])
+@pytest.mark.parametrize("grad", [4, [4], [3, 2]])
+def test_steps_next_to_an_implicit_gradient(kind, grad):
+    """The last state has the implicit gradient, whatever grad says: a configuration may hold both."""
+    options = {kind: True, "tau": 0.8, "n_states": 2 if grad == [3, 2] else 1}
+    options |= {"f_max_iter": 120, "f_tol": 1e-10, "b_max_iter": 120, "b_tol": 1e-10}
+    tolerances = after_solve(1e-10, CONDITION), after_solve(1e-10, CONDITION, derivatives=1)
+    ours, _ = compared(3, grad=grad, tolerances=tolerances, **options)
+    if grad != [3, 2]:
+        assert_same(ours.gradients, call(compat, 3, **options).gradients, 0.0)
 
 
 class TestASolverAsAFunction:
     @pytest.mark.parametrize("training", [True, False])
     @pytest.mark.parametrize("kind", [{}, {"ift": True}, {"f_solver": "broyden"}], ids=str)
-    def test_an_assignment(self, kind, training):
-        """torchdeq runs a function of the program; its own functions stand for their names."""
-        found = []
+    def test_torchdeq_runs_it(self, kind, training):
+        both = []
         for library in (compat, torchdeq):
             w, layer = weight(), library.get_deq(f_max_iter=9, **kind).train(training)
             layer.f_solver = halved
             assert layer.f_solver is halved
             states, _ = layer(lambda a, b, w=w: (torch.tanh(product(b, w)) + 1, torch.sin(a)), (zeros(2, WIDTH),) * 2)
-            found.append([leaf.detach() for leaf in states[-1]])
+            both.append([leaf.detach() for leaf in states[-1]])
             if training:
-                found[-1].append(torch.autograd.grad(states[-1][0].sum(), w)[0])
-        assert_same(*found, 0.0)
+                both[-1].append(torch.autograd.grad(states[-1][0].sum(), w)[0])
+        assert_same(*both, 0.0)
+
+    def test_what_may_be_assigned(self, monkeypatch):
+        """A function of torchdeq stands for its name, a module is not registered as a part of the layer."""
         layer = get_deq()
-        layer.f_solver = halved
-        layer.f_solver = torchdeq.get_solver("broyden")
-        assert layer.f_solver == "broyden" and layer.function is None
+        for given, kept in ((torchdeq.get_solver("broyden"), "broyden"), (module := nn.Identity(), module)):
+            layer.f_solver = halved
+            layer.f_solver = given
+            assert layer.f_solver is kept or layer.f_solver == kept
         layer.b_solver = torchdeq.get_solver("anderson")
         assert layer.b_solver == "anderson"
-        layer.f_solver = module = nn.Identity()  # which torch would register
-        assert layer.f_solver is module
-
-    def test_what_only_names_and_torchdeq_can(self, monkeypatch):
-        layer = get_deq()
-        with pytest.raises(ValueError, match="b_solver must be one of"):
-            layer.b_solver = halved
-        with pytest.raises((TypeError, ValueError), match="f_solver must be one of"):
-            layer.f_solver = 3
+        for name, value in (("b_solver", halved), ("f_solver", 3)):
+            with pytest.raises((TypeError, ValueError), match=f"{name} must be one of"):
+                setattr(layer, name, value)
         layer.f_solver = halved
         with pytest.raises(ValueError, match="f_solver is run by torchdeq, which takes no x"):
             layer(torch.cos, zeros(2, 3), x=zeros(2, 3))
         monkeypatch.setitem(sys.modules, "torchdeq", None)
         with pytest.raises(ImportError, match="f_solver is run by torchdeq .*: pip install torchdeq"):
             layer(torch.cos, zeros(2, 3))
-        with pytest.raises(ImportError, match="needs torchdeq: pip install torchdeq"):
-            get_deq().f_solver(torch.cos, zeros(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -514,9 +481,7 @@ class TestASolverAsAFunction:
         ({"f_max_iter": -1}, "f_max_iter must be"),
         ({"b_max_iter": 0}, "b_max_iter must be"),
         ({"f_tol": -1.0}, "f_tol must be"),
-        ({"f_tol": 2.0, "f_stop_mode": "rel"}, "f_tol must be less than 1"),
         ({"b_tol": 2.0, "ift": True}, "b_tol must be less than 1"),
-        ({"b_tol": "tight"}, "b_tol must be"),
         ({"grad": 0}, "grad must be"),
         ({"grad": [1, 2]}, "grad must hold"),
         ({"tau": 1.5}, "tau must be"),
@@ -526,15 +491,11 @@ class TestASolverAsAFunction:
         ({"grad": 2, "sup_gap": 3}, "within the 2 steps"),
         ({"m": 4}, "solver_kwargs"),
         ({"sup_loc": 3}, "sup_loc must be a list .*, got 3"),
-        ({"indexing": 3}, "indexing must be a list .*, got 3"),
-        ({"grad": 2.0}, "grad must be a list"),
-        ({"anderson_m": 4}, "no 'anderson_m'$"),
         ({"solver_kwargs": {"tau": 3.0}}, "tau must be"),
         ({"f_solver": "anderson", "solver_kwargs": {"m": 1}}, "m must be"),
         ({"f_solver": "broyden", "solver_kwargs": {"LBFGS_thres": 0}}, "LBFGS_thres must be"),
         ({"solver_kwargs": {"f_max_iter": -1}}, "f_max_iter must be"),
         ({"z_init": 0.0}, "z_init must be a tensor or a list of tensors, got float"),
-        ({"z_init": {"a": torch.zeros(2)}}, "z_init must be a tensor or a list of tensors, got dict"),
         ({"z_init": [torch.zeros(2), [torch.zeros(2)]]}, "z_init must be a tensor or a list .*, got list in it"),
         ({"z_init": torch.zeros(2, 3, dtype=torch.int64)}, "z_init must be floating-point, got torch.int64"),
     ],
@@ -553,7 +514,6 @@ def test_bad_options(options, message):
         ("fixed_point_iter", {"solver_kwargs": {"m": 4}}, "fixed_point_iter does not use m=4$"),
         ("anderson", {"solver_kwargs": {"beta": 1.0, "lam": 0.0}}, "anderson does not use beta=1.0$"),
         ("broyden", {"solver_kwargs": {"LBFGS_thresh": 4}}, "did you mean 'LBFGS_thres'"),
-        ("fixed_point_iter", {"solver_kwargs": {"lam": 1e-3}}, "fixed_point_iter does not use lam"),
         ("fixed_point_iter", {"f_max_iter": 3}, "f_max_iter=3; it belongs in solver_kwargs"),
         ("fixed_point_iter", {"backward_write": print}, "backward_write=.*; did you mean 'backward_writer'"),
         ("fixed_point_iter", {"verbose": True}, "verbose=True$"),
@@ -631,20 +591,17 @@ class TestWhatOnlyTorchdeqRuns:
             get_deq(f_solver="halved")
 
 
-def test_the_backward_solve_is_told_of():
-    told = []
-    states, _ = get_deq(ift=True)(lambda z: 0.5 * z + 1, torch.zeros(2, 3), backward_writer=told.append)
-    states[-1].sum()  # nothing to differentiate in
-    w = torch.tensor(0.5, requires_grad=True)
-    states, _ = get_deq(ift=True)(lambda z: w * z + 1, torch.zeros(2, 3), backward_writer=told.append)
-    states[-1].sum().backward()
-    torch.testing.assert_close(w.grad, torch.tensor(24.0), rtol=after_solve(1e-3, 2, derivatives=1), atol=0)
-    assert len(told) == 1 and told[0]["rel_lowest"].shape == (2,)
-    states, _ = get_deq(ift=True, b_max_iter=4, b_tol=1e-9)(
-        lambda z: w * z + 1, torch.zeros(2, 3), backward_writer=told.append
-    )
-    states[-1].sum().backward()
-    assert told[1]["nstep"].tolist() == [4, 4]
+@pytest.mark.filterwarnings("ignore:deqfast. in a backward solve")
+def test_the_backward_solve_is_written_down():
+    statistics, w = [], torch.tensor(0.5, requires_grad=True)
+    for factor, options in ((1.0, {}), (w, {}), (w, {"b_max_iter": 4, "b_tol": 1e-9})):
+        states, _ = get_deq(ift=True, **options)(
+            lambda z, factor=factor: 0.5 * factor * z + 1, torch.zeros(2, 3), backward_writer=statistics.append
+        )
+        if factor is w:
+            states[-1].sum().backward()
+    assert len(statistics) == 2 and statistics[0]["rel_lowest"].shape == (2,)
+    assert statistics[1]["nstep"].tolist() == [4, 4]
 
 
 class TestTrajectory:
@@ -661,17 +618,17 @@ class TestTrajectory:
         """Picard's by hand: evaluation times + 1 is given it."""
         return iterated(lambda z: self.cell(z, self.x), torch.zeros_like(self.x), times)
 
-    @pytest.mark.parametrize("adjoint", [deqfast.JFB(), deqfast.Phantom(3, 0.8)], ids=str)
-    def test_each_state_has_its_gradient(self, adjoint):
+    @pytest.mark.parametrize(("adjoint", "steps"), [(deqfast.JFB(), 1), (deqfast.Phantom(3, 0.8), 3)], ids=str)
+    def test_each_state_has_its_gradient(self, adjoint, steps):
         states = deqfast.DEQBlock(self.cell, self.SOLVER, adjoint).trajectory(self.x, self.AT)
-        steps, damping = (1, 1.0) if adjoint == deqfast.JFB() else (3, 0.8)
+        damping = getattr(adjoint, "relaxation", 1.0)
         for state, times in zip(states, [n - 1 for n in self.AT] + [150], strict=True):
             iterate = self.iterate(times).detach()
             torch.testing.assert_close(state, iterate, rtol=0, atol=after_solve(1e-9, CONDITION))
             z = iterated(lambda z: (1 - damping) * z + damping * self.cell(z, self.x), iterate, steps)
             ours, by_hand = (
-                torch.autograd.grad((factor * value).sum(), [self.w, self.x], retain_graph=True)
-                for value, factor in ((state, iterate), (z, iterate))
+                torch.autograd.grad((iterate * value).sum(), [self.w, self.x], retain_graph=True)
+                for value in (state, z)
             )
             assert_same(ours, by_hand, after_solve(1e-9, CONDITION, derivatives=1))
 

@@ -74,10 +74,9 @@ def test_the_bits_are_those_of_the_ordinary_solve(solver):
     for batch in (5, 0, 63) if solver == Broyden(1e-5, 30) else (777,):
         x = torch.randn(batch, 3)
         x[1:2] = float("nan")  # spoils no other sample
-        found, expected = (block(x, torch.zeros_like(x), return_solution=True) for block in (compiled, ordinary))
-        assert torch.equal(found[0], expected[0])
-        assert_same_solution(found[1], expected[1])
-    assert (found[1].status == Status.NONFINITE).sum() == 1
+        solutions = [block(x, torch.zeros_like(x), return_solution=True)[1] for block in (compiled, ordinary)]
+        assert_same_solution(*solutions)
+    assert (solutions[0].status == Status.NONFINITE).sum() == 1
 
 
 def test_one_block_serves_more_batch_sizes_shapes_and_settings_than_torch_compiles_a_function_for():
@@ -120,22 +119,12 @@ def allowed(cell, x, tol=TOL, derivatives=1):
     return after_solve(tol + floor, amplification(lambda z: block.cell(z, x), z), derivatives)
 
 
-def assert_same_gradients(cell, x):
-    """Assert that the compiled block has the gradients of the ordinary one; return it."""
-    ordinary, compiled = both(cell, SOLVER, "implicit")
-    assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x))
+def assert_same_gradients(cell, *inputs, adjoint="implicit", tol=TOL):
+    """Assert that the compiled block has the gradients of the ordinary one, for each input; return it."""
+    ordinary, compiled = both(cell, SOLVER, adjoint)
+    for x in inputs:
+        assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x, tol))
     return compiled
-
-
-class Twice(nn.Module):
-    """Cell that gives a tensor twice, and its argument."""
-
-    def forward(self, z, x):
-        value = torch.tanh(0.3 * z[0] + 0.2 * z[1] + x)
-        return value, value, x
-
-    def initial_state(self, x):
-        return (torch.zeros_like(x),) * 3
 
 
 class InPlace(Linear):
@@ -146,18 +135,6 @@ class InPlace(Linear):
         y = y.relu_().clone()
         y[..., 1:] = 0.1 * z[..., :2]
         return 0.3 * y[:, :, [2, 1, 0]] + x
-
-
-class Attending(nn.Module):
-    """Self-attention, whose projections are views of one tensor."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, z, x):
-        return 0.5 * self.attention(z, z, z, need_weights=False)[0] + x
 
 
 class Pooling(nn.Module):
@@ -179,7 +156,6 @@ class TestGradients:
             (lambda: ResidualCell(8, groups=4), (2, 8, 6, 6)),  # which has kernels of its own
             (lambda: ResidualCell(8, groups=4).requires_grad_(False), (2, 8, 6, 6)),
             (Tree, (2, 3, 4, 5)),
-            (Twice, (3, 4)),
             pytest.param(InPlace, (2, 4, 3), marks=OLD_INDEXING),
         ],
     )
@@ -188,16 +164,15 @@ class TestGradients:
         x = torch.randn(shape)
         x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
         block = assert_same_gradients(cell(), x)
-        found, expected = (torch.utils._pytree.tree_leaves(each(x)) for each in (block, DEQBlock(block.cell, SOLVER)))
-        for a, b in zip(found, expected, strict=True):
+        values = (torch.utils._pytree.tree_leaves(each(x)) for each in (block, DEQBlock(block.cell, SOLVER)))
+        for a, b in zip(*values, strict=True):
             assert_close(a.double(), b.double(), allowed(block.cell, x, derivatives=0))
             assert (a.dtype, a.stride()) == (b.dtype, b.stride())
 
     def test_the_inverse_of_the_history(self):
         """In float64: its pairs are differences of iterates, which lose the digits of the tolerance."""
         cell, x = Linear(nn.utils.parametrizations.orthogonal).double(), torch.randn(4, 3, dtype=torch.float64)
-        ordinary, compiled = both(cell, SOLVER, "shine")
-        assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x, lost(torch.float64, TOL)))
+        assert_same_gradients(cell, x, adjoint="shine", tol=lost(torch.float64, TOL))
 
     @pytest.mark.tier("fast")
     @pytest.mark.parametrize(
@@ -219,20 +194,11 @@ class TestGradients:
                 assert backward.converged.all() and backward.evaluations > 2 and backward.value.shape == (batch, 3)
         x = torch.randn(4, 3)
         x[1] = float("nan")  # spoils no other sample
-        found = gradients(compiled, x)
-        assert all(torch.isfinite(grad).all() for grad in found)
-        assert_close(found, gradients(ordinary, x), allowed(ordinary.cell, x[[0, 2, 3]]))
+        assert all(torch.isfinite(grad).all() for grad in gradients(compiled, x))
+        assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(ordinary.cell, x[[0, 2, 3]]))
 
-    @pytest.mark.parametrize(
-        ("cell", "sample", "batches"),
-        [(Pooling(), (2, 4, 6), (3, 6, 7, 1)), (Attending(), (3, 8), (3, 6, 7))],
-        ids=["pool", "attention"],
-    )
-    def test_formulas_of_sizes_at_many_batches(self, cell, sample, batches):
-        ordinary, compiled = both(cell, SOLVER, "implicit")
-        for batch in batches:
-            x = torch.randn(batch, *sample)
-            assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x))
+    def test_formulas_of_sizes_at_many_batches(self):
+        assert_same_gradients(Pooling(), *(torch.randn(batch, 2, 4, 6) for batch in (3, 6, 7, 1)))
 
     def test_hooks_that_come_later_and_nothing_kept(self):
         cell, x = Linear(), torch.randn(2, 3)
@@ -248,30 +214,17 @@ class TestGradients:
         torch.autograd.gradcheck(block, x)
         torch.autograd.gradgradcheck(block, x)
 
-    @pytest.mark.parametrize(
-        ("cell", "shape"),
-        [(Linear(), (4, 3)), (ResidualCell(8, groups=4), (2, 8, 6, 6))],
-    )
+    @pytest.mark.parametrize(("cell", "shape"), [(Linear(), (4, 3)), (ResidualCell(8, groups=4), (2, 8, 6, 6))])
     def test_autocast(self, cell, shape):
         """It errs as the ordinary solve does; the results of two products are rounded, and their gradients."""
-        x = torch.randn(shape)
-        ordinary, compiled = both(cell, Anderson(1e-3, 30), Implicit(Anderson(1e-3, 30)))
+        x, blocks = torch.randn(shape), both(cell, Anderson(1e-3, 30), Implicit(Anderson(1e-3, 30)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found, plain = gradients(compiled, x), gradients(ordinary, x)
+            plain, grads = (gradients(block, x) for block in blocks)
         tight = Broyden(1e-10, 60)
         exact = gradients(DEQBlock(copy.deepcopy(cell).double(), tight, Implicit(tight)), x.double())
         units = 4 * torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
-        for values in zip(found, plain, exact, strict=True):
+        for values in zip(grads, plain, exact, strict=True):
             assert_accurate(*values, units=units)
-
-    def test_weights_of_the_moment_by_few_codes(self):
-        ordinary, compiled = both(Linear(), SOLVER, "implicit")
-        with at_most(7):  # cell and product, each for one batch and for any; loops: forward as many, backward one more
-            for size in (2, 4, 6, 7, 9):
-                x = torch.randn(size, 3)
-                assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(ordinary.cell, x))
-                with torch.no_grad():
-                    compiled.cell.linear.weight.mul_(0.9)
 
     def test_weights_that_change_before_the_backward_pass(self):
         block = DEQBlock(Linear(), Broyden(), "implicit", compile=True)
@@ -301,18 +254,28 @@ class TestGradients:
         assert_close(torch.autograd.grad(value.sum(), x)[0], torch.full((2, 3), 2.0), after_solve(TOL, 2))
 
 
-@pytest.mark.parametrize(("kind", "codes"), [({}, 1), ({"parametrisation": nn.utils.parametrizations.orthogonal}, 2)])
-def test_training_and_evaluation_run_few_codes_with_the_weights_of_the_moment(kind, codes):
-    cell, x = Linear(**kind), torch.randn(4, 3)
-    ordinary, compiled = both(cell, SOLVER)
+@pytest.mark.parametrize(
+    ("parametrisation", "adjoint", "sizes", "codes"),
+    [
+        (lambda layer: layer, "jfb", (4, 4, 4), 1),
+        (nn.utils.parametrizations.orthogonal, "jfb", (4, 4, 4), 2),
+        # Cell and product, each for one batch and for any; loops: forward as many, backward one more.
+        (lambda layer: layer, "implicit", (2, 4, 6, 7, 9), 7),
+    ],
+    ids=["plain", "orthogonal", "implicit"],
+)
+def test_training_and_evaluation_run_few_codes_with_the_weights_of_the_moment(parametrisation, adjoint, sizes, codes):
+    cell = Linear(parametrisation)
+    ordinary, compiled = both(cell, SOLVER, adjoint)
     optimizer = torch.optim.SGD(cell.parameters(), lr=0.5)
     with at_most(codes):
-        for _ in range(3):
-            before = [parameter.detach().clone() for parameter in cell.parameters()]
+        for size in sizes:
+            x, before = torch.randn(size, 3), next(cell.parameters()).detach().clone()
+            assert_close(gradients(compiled, x), gradients(ordinary, x), allowed(cell, x))
             optimizer.zero_grad()
-            compiled(x.clone().requires_grad_()).square().sum().backward()
+            compiled(x).square().sum().backward()
             optimizer.step()
-            assert not torch.equal(before[0], next(cell.parameters()))
+            assert not torch.equal(before, next(cell.parameters()))
             with torch.no_grad():
                 assert_close(compiled(x), ordinary(x), allowed(cell, x, derivatives=0))
 
@@ -335,25 +298,24 @@ def test_what_changes_before_a_solve_reaches_the_compiled_code():
     with torch._dynamo.config.patch(recompile_limit=1):  # which more values than that outlive
         for compiled.cell.temperature in (1.0, 0.9):
             x, state = torch.randn(4, 3), torch.get_rng_state()
-            found = compiled(x)
+            value = compiled(x)
             torch.set_rng_state(state)
             expected = ordinary(x)
             condition = amplification(lambda z, x=x: ordinary.cell(z, x), expected)
-            assert_close(found, expected, after_solve(TOL + rounding(torch.float32), condition))
+            assert_close(value, expected, after_solve(TOL + rounding(torch.float32), condition))
     assert_close(compiled.eval()(x), ordinary(x), allowed(ordinary.cell, x, derivatives=0))
 
 
-@pytest.mark.parametrize("where", ["torch freezes weights", "another default device"])
-def test_settings_of_torch(where):
+@pytest.mark.parametrize("freezes", [True, False])
+def test_settings_of_torch(freezes):
     """Weights are not constants, and tensors are made on the device of the state."""
     ordinary, compiled = both(Linear(), Picard(TOL, 60))
     x = torch.randn(4, 3)
-    frozen = where == "torch freezes weights"
-    with torch._inductor.config.patch(freezing=True) if frozen else torch.device("meta"), torch.no_grad():
+    with torch._inductor.config.patch(freezing=True) if freezes else torch.device("meta"), torch.no_grad():
         compiled(x)
         compiled.cell.linear.weight.mul_(0.5)
-        found, expected = compiled(x), ordinary(x)
-    assert_close(found, expected, allowed(ordinary.cell, x, derivatives=0))
+        value, expected = compiled(x), ordinary(x)
+    assert_close(value, expected, allowed(ordinary.cell, x, derivatives=0))
 
 
 @torch.library.custom_op("deqfast_tests::below_seven", mutates_args=())
@@ -368,15 +330,9 @@ def _(z):
     return torch.empty_like(z)
 
 
-class Raising(nn.Module):
-    """Cell that refuses the last of its states 0, 1, 3, 7."""
-
-    def forward(self, z, x):
-        return 2 * below_seven(z) + x
-
-
 def test_an_error_on_the_way_is_none_of_compilation():
-    block = DEQBlock(Raising(), Picard(TOL, 60), compile=True)
+    """The cell refuses the last of its states 0, 1, 3, 7."""
+    block = DEQBlock(lambda z, x: 2 * below_seven(z) + x, Picard(TOL, 60), compile=True)
     with pytest.raises(RuntimeError, match="an evaluation failed.*below_seven") as caught:
         block(torch.ones(2, 3))
     assert "cannot be compiled" not in str(caught.value)
@@ -384,17 +340,11 @@ def test_an_error_on_the_way_is_none_of_compilation():
 
 @pytest.mark.tier("fast")
 def test_a_cell_of_one_buffer_run_as_written():
-    class Buffered(Halving):
-        buffer = torch.empty(2, 3)
-
-        def forward(self, z, x):
-            return torch.add(0.5 * z, x, out=self.buffer)
-
-    ordinary, compiled = both(Buffered(), Anderson(TOL, 40))
-    x = torch.randn(2, 3)
+    buffer, x = torch.empty(2, 3), torch.randn(2, 3)
+    blocks = both(lambda z, x: torch.add(0.5 * z, x, out=buffer), Anderson(TOL, 40))
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        (value, solution), expected = compiled(x, return_solution=True), ordinary(x, return_solution=True)[1]
-        assert solution.evaluations == expected.evaluations and torch.equal(value, expected.value)
+        expected, solution = (block(x, return_solution=True)[1] for block in blocks)
+    assert solution.evaluations == expected.evaluations and torch.equal(solution.value, expected.value)
 
 
 def test_copies_compile_for_themselves_and_other_ways_to_solve_are_left_as_they_are():
@@ -415,14 +365,6 @@ def in_place(z, x):
     return z.mul_(0.5) + x
 
 
-def of_another_shape(z, x):
-    return z[:, :2]
-
-
-def with_a_look_at_values(z, x):
-    return 0.5 * z if float(z.sum()) > 0 else x
-
-
 def refusing(z, x):
     raise ValueError("x must have 4 features")
 
@@ -433,14 +375,22 @@ class TestErrors:
         ("cell", "error", "words"),
         [
             (in_place, ValueError, "f must not modify its argument z"),
-            (of_another_shape, ValueError, r"f must return the shape of its argument, \(2, 3\), got \(2, 2\)"),
+            (lambda z, x: z[:, :2], ValueError, r"f must return the shape of its argument, \(2, 3\), got \(2, 2\)"),
             (refusing, ValueError, "x must have 4 features"),
-            (with_a_look_at_values, RuntimeError, "compile=True: the solve cannot be compiled: .+"),
+            (lambda z, x: z if float(z.sum()) > 0 else x, RuntimeError, "compile=True: the solve cannot be compiled: "),
         ],
     )
     def test_cells_that_cannot_be_compiled(self, cell, error, words):
         with pytest.raises(error, match=words):
             DEQBlock(cell, compile=True)(torch.randn(2, 3))
+
+    @pytest.mark.tier("full")
+    @torch.no_grad()
+    def test_a_cell_in_place_that_nothing_has_looked_at_works_on_a_copy(self):
+        x = torch.randn(2, 3)
+        value, solution = DEQBlock(in_place, SOLVER, compile=True, warn=False).eval()(x, return_solution=True)
+        assert solution.converged.all()
+        assert_close(value, 2 * x, after_solve(TOL))
 
     def test_calls(self):
         block = DEQBlock(Linear(), compile=True)
@@ -455,46 +405,25 @@ class TestErrors:
             block(torch.randn(2, 3))
 
 
-@torch.no_grad()
-def test_a_cell_in_place_that_nothing_has_looked_at_works_on_a_copy():
-    x = torch.randn(2, 3)
-    block = DEQBlock(in_place, Anderson(1e-6, 40), compile=True, warn=False).eval()
-    value, solution = block(x, return_solution=True)
-    assert solution.converged.all()
-    assert_close(value, 2 * x, after_solve(1e-6))
-
-
 def test_a_cell_sees_a_short_state_as_it_is_rounded():
     x = torch.randn(4, 500, dtype=torch.bfloat16)
-    blocks = [
-        DEQBlock(lambda z, x: 0.5 * torch.cos(z) + x, Anderson(1e-5), warn=False, compile=mode)
-        for mode in (False, True)
-    ]
+    eager, compiled = both(lambda z, x: 0.5 * torch.cos(z) + x, Anderson(1e-5))
     if torch.__version__ < "2.14":
         with pytest.raises(RuntimeError, match="gives the cell a torch.bfloat16 state that is not rounded"):
-            blocks[1](x)
+            compiled(x)
         return
-    eager, compiled = (block(x, return_solution=True) for block in blocks)
-    assert compiled[1].status.tolist() == eager[1].status.tolist() == [Status.STALLED] * 4
-    assert_close(compiled[1].residual, eager[1].residual, 0.5)
+    solution, expected = (block(x, return_solution=True)[1] for block in (compiled, eager))
+    assert solution.status.tolist() == expected.status.tolist() == [Status.STALLED] * 4
+    assert_close(solution.residual, expected.residual, 0.5)
 
 
 @pytest.mark.tier("fast")
 def test_threads_that_begin_together_make_one_code():
-    made, barrier = [], threading.Barrier(4)
-
-    def backend(graph, inputs):
-        made.append(graph)
-        return graph.forward
-
-    def begin(thread):
-        barrier.wait()
-        codes.call("key", torch.ones(2))
-
-    codes = Codes(lambda x: x + 1, backend=backend)
+    graphs, barrier = [], threading.Barrier(4)
+    codes = Codes(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(begin, range(4)))
-    assert len(made) == 1 and len(pickle.loads(pickle.dumps(Codes(torch.tanh)))._codes) == 0
+        list(pool.map(lambda _: (barrier.wait(), codes.call("key", torch.ones(2))), range(4)))
+    assert len(graphs) == 1 and not pickle.loads(pickle.dumps(Codes(torch.tanh)))._codes
 
 
 @pytest.mark.tier("fast")

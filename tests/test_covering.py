@@ -22,17 +22,11 @@ ALL = [
 def test_every_group_of_values_occurs(strength, count):
     chosen = [ALL[i] for i in covering(ALL, strength)]
     for names in itertools.combinations(ALL[0], strength):
-        assert {tuple(one[n] for n in names) for one in chosen} == {tuple(one[n] for n in names) for one in ALL}
+        assert {tuple(case[n] for n in names) for case in chosen} == {tuple(case[n] for n in names) for case in ALL}
     assert len(chosen) == count
+    assert covering(ALL[:1], strength) == {0} and covering([], strength or 1) == set()
 
 
-def test_of_no_combination_none_is_left_out():
-    assert covering([], 2) == set()
-    assert covering(ALL[:1], 2) == {0}
-    assert covering([{}], 1) == {0}
-
-
-NUMBERS = itertools.count()  # of folders: a file of the same name would not be imported again
 NO_PLUGINS = [part for name in ("xdist", "cacheprovider", "benchmark") for part in ("-p", f"no:{name}")]
 SUITE = """
 import pytest
@@ -73,32 +67,26 @@ class Collected:
 
 @pytest.fixture
 def collect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Collect SUITE with these options; each call imports it again."""
+    """Collect SUITE with these options; each call imports it again, by another name."""
 
     def collect(*options: str) -> Collected:
-        folder = tmp_path / f"run{next(NUMBERS)}"
+        folder = tmp_path / f"run{len([*tmp_path.iterdir()])}"
         folder.mkdir()
         (folder / f"test_{folder.name}.py").write_text(SUITE)
         (folder / "pytest.ini").write_text("[pytest]\ntestpaths = .")
         monkeypatch.chdir(folder)
         given = ["--collect-only", "--import-mode=importlib", *NO_PLUGINS, *options]
-        assert pytest.main(given, plugins=[tiers, found := Collected()]) == 0
-        return found
+        assert pytest.main(given, plugins=[tiers, collected := Collected()]) == 0
+        return collected
 
     return collect
 
 
-class TestTiers:
-    def test_fast_and_rest_are_the_full_tier(self, collect, capsys):
-        fast, rest, full = (collect(f"--{tier}").names for tier in ("fast", "rest", "full"))
-        told = capsys.readouterr().out
-        assert sorted(fast + rest) == sorted(full) and not set(fast) & set(rest)
-        assert len(full) == len(set(full)) == 24 + 4 + 2 + 4 + 3
-        assert f"tier fast: {len(rest)} tests left out, which --rest runs" in told
-
-    @pytest.mark.parametrize(
-        ("options", "tier"),
-        [([], "fast"), (["-k", "op or solve"], "full"), (["-m", "tier"], "full"), (["."], "full")],
-    )
-    def test_tests_that_are_named_all_run(self, options, tier, collect):
+def test_fast_and_rest_are_the_full_tier_which_tests_that_are_named_have(collect, capsys):
+    fast, rest, full = (collect(f"--{tier}").names for tier in ("fast", "rest", "full"))
+    assert f"tier fast: {len(rest)} tests left out, which --rest runs" in capsys.readouterr().out
+    assert sorted(fast + rest) == sorted(full) and not set(fast) & set(rest)
+    assert len(full) == len(set(full)) == 24 + 4 + 2 + 4 + 3
+    named = ([], "fast"), (["-k", "op or solve"], "full"), (["-m", "tier"], "full"), (["."], "full")
+    for options, tier in named:
         assert collect(*options).tier == tier

@@ -33,14 +33,8 @@ def problem(algorithm="PGD", batch=3, **options):
     blur[..., 2, :] = 0.2
     physics = deepinv.physics.BlurFFT((1, 16, 16), blur)
     prior = deepinv.optim.PnP(denoiser=Denoiser())
-    given = {
-        "data_fidelity": deepinv.optim.L2(),
-        "prior": prior,
-        "sigma_denoiser": 0.1,
-        "stepsize": 0.8,
-        "max_iter": 300,
-    }
-    given |= {"lambda_reg": 1.0, "early_stop": True, "thres_conv": 1e-7, "crit_conv": "residual"}
+    given = {"data_fidelity": deepinv.optim.L2(), "prior": prior, "sigma_denoiser": 0.1, "stepsize": 0.8}
+    given |= {"max_iter": 300, "early_stop": True, "lambda_reg": 1.0, "thres_conv": 1e-7, "crit_conv": "residual"}
     model = getattr(deepinv.optim, algorithm)(**given | options)
     return model, physics(torch.rand(batch, 1, 16, 16)), physics
 
@@ -61,16 +55,15 @@ def test_the_fixed_points_and_outputs_are_deepinvs(algorithm, options):
 
 @pytest.mark.parametrize("algorithm", ["PGD", "HQS"])
 def test_gradients_are_those_of_deepinvs_own_deq(algorithm):
-    found = []
+    gradients = []
     for own in (True, False):
         model, y, physics = problem(algorithm, DEQ=True)
         call = model if own else Equilibrium(model, TIGHT, "implicit")
         loss = call(y.requires_grad_(), physics).square().sum()
-        found.append(
-            torch.autograd.grad(loss, [y, *[p for p in model.parameters() if p.requires_grad]], allow_unused=True)
-        )
-    assert sum(grad is not None and bool(grad.any()) for grad in found[0]) > 1
-    for a, b in zip(*found, strict=True):
+        leaves = [y, *[p for p in model.parameters() if p.requires_grad]]
+        gradients.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+    assert sum(grad is not None and bool(grad.any()) for grad in gradients[0]) > 1
+    for a, b in zip(*gradients, strict=True):
         if a is not None and a.norm() > 1e-3:  # the relaxation moves no fixed point
             assert_close(a, b, after_solve(EXACT, derivatives=1))
 

@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from op_calls import good, in_loop, tensors
+from op_calls import LOOPS, good, good_loop
 from torch import Tensor, nn
 
 import deqfast
 from deqfast import DEQBlock, FCCell, LinearCell, MonotoneCell, ResidualCell, SubhomogeneousCell
 from deqfast.ops.registry import OPS
 
-LOOPS = ["picard_loop", "multisecant_loop", "broyden_loop"]
 CALLED = [*OPS, *(f"{op}_triton" for op in OPS if OPS[op].triton), *LOOPS, "loop_end"]
-TENSORS = {  # the tensors of calls that no table lists
-    **dict.fromkeys(LOOPS, ("values", "counts", "status", "history", "fz")),
-    "loop_end": ("values", "counts", "status", "running"),
-}
 CELLS = {
     "linear": lambda: LinearCell(8),
     "fc": lambda: FCCell(8, 8),
@@ -40,36 +35,22 @@ def names_both(call) -> None:
 
 
 def arguments(op: str) -> dict[str, Any]:
-    if op == "loop_end":
-        begun = torch.ops.deqfast.loop_begin(torch.randn(2, 16), 80, 4, 0)
-        return dict(zip(TENSORS[op], begun, strict=True)) | {"batch": 2, "dim": 16}
-    if op in LOOPS:
-        step = op.replace("loop", "step")
-        given = good(step)
-        return in_loop(step, given, 0) | {"fz": given["fz"], "max_iter": 5, "numbers": [0.0] * 9}
-    return good(op.removesuffix("_triton"))
+    return good_loop(op) if op in (*LOOPS, "loop_end") else good(op.removesuffix("_triton"))
 
 
-class TestOps:
-    @pytest.mark.parametrize(
-        ("op", "name"),
-        [(op, name) for op in CALLED for name in TENSORS.get(op) or tensors(op.removesuffix("_triton"))],
-    )
-    @pytest.mark.usefixtures("cpp_kernels")
-    def test_each_tensor_in_turn(self, op, name):
-        values = arguments(op)
-        before = {key: value.clone() for key, value in values.items() if isinstance(value, Tensor)}
-        values[name] = values[name].to("meta")
-        names_both(lambda: getattr(torch.ops.deqfast, op)(*values.values()))
-        assert all(torch.equal(values[key].nan_to_num(), t.nan_to_num()) for key, t in before.items() if key != name)
-
-    @pytest.mark.parametrize("op", CALLED)
-    @pytest.mark.usefixtures("cpp_kernels")
-    def test_all_of_them(self, op):
-        values = [value.to("meta") if isinstance(value, Tensor) else value for value in arguments(op).values()]
-        results = getattr(torch.ops.deqfast, op)(*values)
-        results = [results] if isinstance(results, Tensor) else results or []
-        assert all(result.is_meta for result in results)
+@pytest.mark.usefixtures("cpp_kernels")
+@pytest.mark.parametrize("op", CALLED)
+def test_each_tensor_of_an_op_in_turn_and_all_of_them(op):
+    values = arguments(op)
+    names = [name for name, value in values.items() if isinstance(value, Tensor)]
+    before = {name: values[name].clone() for name in names}
+    run = getattr(torch.ops.deqfast, op)
+    for name in names:
+        names_both(lambda name=name: run(*(values | {name: values[name].to("meta")}).values()))
+        assert all(torch.equal(values[key].nan_to_num(), tensor.nan_to_num()) for key, tensor in before.items())
+    results = run(*(values | {name: values[name].to("meta") for name in names}).values())
+    results = [results] if isinstance(results, Tensor) else results or []
+    assert all(result.is_meta for result in results)
 
 
 class TestCells:
@@ -99,22 +80,22 @@ class TestCells:
         names_both(lambda: DEQBlock(cell).train(training).trajectory(x, at=[1]))
 
 
-class TestSolves:
-    @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden", "auto"])
-    @pytest.mark.parametrize("kernel", ["auto", "torch"])
-    def test_the_value_of_f(self, solver, kernel):
-        names_both(lambda: deqfast.solve(lambda z: z.to("meta"), torch.ones(3, 4), solver, kernel))
-        names_both(lambda: deqfast.solve(lambda z: z.to("meta"), torch.ones(3, 4, 2), solver, kernel))
-        names_both(lambda: deqfast.fixed_point(lambda z: z.to("meta"), torch.ones(3, 4), solver=solver))
-        pair = {"a": torch.ones(3, 4), "b": torch.ones(3, 2)}
-        names_both(lambda: deqfast.solve(lambda z: z | {"b": z["b"].to("meta")}, pair, solver, kernel))
+@pytest.mark.parametrize("solver", ["picard", "anderson", "broyden", "auto"])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_the_value_of_f(solver, kernel):
+    pair = {"a": torch.ones(3, 4), "b": torch.ones(3, 2)}
+    for z0, f in (
+        (torch.ones(3, 4), lambda z: z.to("meta")),
+        (torch.ones(3, 4, 2), lambda z: z.to("meta")),
+        (pair, lambda z: z | {"b": z["b"].to("meta")}),
+    ):
+        names_both(lambda f=f, z0=z0: deqfast.solve(f, z0, solver, kernel))
+    names_both(lambda: deqfast.fixed_point(lambda z: z.to("meta"), torch.ones(3, 4), solver=solver))
 
-    def test_neural_collapse(self):
-        given = {
-            "features": torch.randn(6, 4),
-            "labels": torch.arange(6) % 3,
-            "classifier_weight": torch.randn(3, 4),
-            "classifier_bias": torch.randn(3),
-        }
-        for name, tensor in given.items():
-            names_both(lambda name=name, tensor=tensor: deqfast.neural_collapse(**given | {name: tensor.to("meta")}))
+
+def test_neural_collapse():
+    features, weight = torch.randn(6, 4), torch.randn(3, 4)
+    given = {"features": features, "labels": torch.arange(6) % 3, "classifier_weight": weight}
+    given["classifier_bias"] = torch.randn(3)
+    for name, tensor in given.items():
+        names_both(lambda name=name, tensor=tensor: deqfast.neural_collapse(**given | {name: tensor.to("meta")}))

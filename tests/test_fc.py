@@ -15,9 +15,7 @@ import torch
 from correctness import assert_accurate, assert_close, lost, rounding
 from correctness.fc_states import DTYPES, EVENTS, FCCase, check_solve
 from correctness.states import RULES, same_bits
-from op_calls import check_bits
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from op_calls import Operations, check_bits
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, LinearCell, Picard, Status, fc_fixed_point
 from deqfast.engine.runners import one_launch
@@ -99,21 +97,19 @@ class TestOp:
         c = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
         z0 = torch.tensor([[0.0, 199.0, 0.0], [0.0, 0.0, 0.0]])  # near to 200, and slow
         settings = 0, 40, *StopRule(1e-5, stall_floor=0.1)
-        tensors = (tensor.to(implementation.device) for tensor in (weight, c, z0))
-        outcome = [t.tolist() for t in op(*tensors, *settings)]
-        assert outcome[1] == [Status.STALLED, Status.CONVERGED]
-        assert outcome[2] == TORCH.op("fc_fixed_point")(weight, c, z0, *settings)[2].tolist() == [6, 17]
+        _, status, iterations, _ = op(*(tensor.to(implementation.device) for tensor in (weight, c, z0)), *settings)
+        assert status.tolist() == [Status.STALLED, Status.CONVERGED]
+        assert iterations.tolist() == TORCH.op("fc_fixed_point")(weight, c, z0, *settings)[2].tolist() == [6, 17]
 
     @pytest.mark.covering(0)
     @pytest.mark.parametrize("floor", [0.0625, 0.0])
     def test_a_sample_that_runs_away(self, floor, op, implementation):
-        weight, c, z0 = torch.eye(3), torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]), torch.zeros(2, 3)
+        given = torch.eye(3), torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]), torch.zeros(2, 3)
         # From evaluation 101 on the relative residual is below tol.
         settings = 0, 150, *StopRule(1e-2, stall_floor=floor)
-        tensors = (tensor.to(implementation.device) for tensor in (weight, c, z0))
-        value, status, iterations, residual = (t.tolist() for t in op(*tensors, *settings))
-        assert status == [Status.ESCAPED, Status.CONVERGED] and iterations == [150, 1]
-        assert value == [[0.0] * 3] * 2 and residual[0] == pytest.approx([1.0, 0.0], rel=EPS)
+        value, status, iterations, residual = op(*(tensor.to(implementation.device) for tensor in given), *settings)
+        assert status.tolist() == [Status.ESCAPED, Status.CONVERGED] and iterations.tolist() == [150, 1]
+        assert not value.any() and residual[0].tolist() == pytest.approx([1.0, 0.0], rel=EPS)
 
     @every_dtype
     def test_the_bits_depend_on_nothing_but_the_sample(self, dtype, op, implementation, set_threads):
@@ -122,19 +118,6 @@ class TestOp:
         case = FCCase(size=size, batch=batch, rows=EVENTS[:3], **DTYPES[dtype])
         values = [*case.make(implementation.device), *case.scalars()]
         check_bits(op, values, implementation, set_threads, batch)
-
-
-class Launches(TorchDispatchMode):
-    """Names of the ops that solve."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.startswith("deqfast::fc_"):
-            self.names.append(func._schema.name.removeprefix("deqfast::"))
-        return func(*args, **kwargs or {})
 
 
 ENDLESS = """
@@ -163,10 +146,11 @@ class TestLaunches:
         case = FCCase(size=size, batch=batch, max_iter=max_iter, rows=rows, warm=True, **DTYPES[dtype])
         whole = torch.ops.deqfast.fc_fixed_point(*case.make(), *case.scalars())
         monkeypatch.setattr(one_launch, "MAX_LAUNCH_PRODUCTS", iterations * max(batch, 8) * (size + 32) ** 2)
-        with Launches() as launches:
+        with Operations() as operations:
             parts = one_launch._in_launches(*case.make(), *case.scalars())
         most = int(whole[2].max()) if batch else 1
-        assert launches.names == ["fc_steps"] * max(-(-most // iterations), 1)
+        solves = [name for name in operations.names if name.startswith("fc_")]
+        assert solves == ["fc_steps"] * max(-(-most // iterations), 1)
         assert all(map(same_bits, parts, whole))
 
     def test_ctrl_c(self):
@@ -293,22 +277,22 @@ class TestFunction:
 
     def test_a_second_derivative_is_an_error(self):
         weight, c = leaves(FCCase(size=5, batch=2))
-        z, _ = fc_fixed_point(weight, c)
-        (grad,) = torch.autograd.grad(z.sum(), c, create_graph=True)
+        (grad,) = torch.autograd.grad(fc_fixed_point(weight, c)[0].sum(), c, create_graph=True)
         with pytest.raises(RuntimeError, match="double backward through fc_fixed_point is not supported"):
             grad.sum().backward()
 
-    def test_the_counts_of_plain_torch_are_those_of_its_calls(self):
-        weight, c = leaves(FCCase(size=5, batch=3), "cpu")
-        solution = fc_fixed_point(weight, c, solver=Picard(1e-2, 30), kernel="torch")[1]
-        assert solution.iterations.max() < 30 and (solution.evaluations, solution.sample_evaluations) == (30, 90)
-
-    def test_an_empty_batch(self, kernel, device):
-        weight, c = leaves(FCCase(size=5, batch=0), device)
-        z, solution = fc_fixed_point(weight, c, kernel=kernel)
-        assert z.shape == (0, 5) and solution.evaluations == 0
+    @pytest.mark.parametrize("batch", [3, 0])
+    def test_counts_and_an_empty_batch(self, batch, kernel, device):
+        """Plain torch makes all evaluations for all samples."""
+        weight, c = leaves(FCCase(size=5, batch=batch), device)
+        z, solution = fc_fixed_point(weight, c, solver=Picard(1e-2, 30), kernel=kernel)
+        last = int(solution.iterations.max()) if batch else 0
+        own = last, int(solution.iterations.sum())
+        assert last < 30 and z.shape == (batch, 5)
+        counts = solution.evaluations, solution.sample_evaluations
+        assert counts == ((30, 30 * batch) if kernel == "torch" and batch else own)
         z.sum().backward()
-        assert (weight.grad == 0).all() and c.grad.shape == (0, 5)
+        assert c.grad.shape == (batch, 5) and bool((weight.grad != 0).any()) == (batch > 0)
 
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
@@ -337,43 +321,24 @@ class TestFunction:
 class TestCells:
     """Picard on an FCCell or a LinearCell is one launch, with what the ordinary loop returns."""
 
-    @staticmethod
-    def launches(monkeypatch) -> list[str]:
+    @pytest.fixture
+    def launches(self, monkeypatch) -> list[str]:
+        """Kernel of each launch."""
         made: list[str] = []
-        solve_one = one_launch.launch
-
-        def spy(*args):
-            made.append(args[5].name)
-            return solve_one(*args)
-
-        monkeypatch.setattr(one_launch, "launch", spy)
+        launch = one_launch.launch
+        monkeypatch.setattr(one_launch, "launch", lambda *args: made.append(args[5].name) or launch(*args))
         return made
 
-    @staticmethod
-    def case(kind: str, device: str = "cpu") -> tuple[nn.Module, torch.Tensor]:
-        torch.manual_seed(0)
-        cell = LinearCell(9) if kind == "linear" else FCCell(4, 9, kind)
-        return cell.to(device), torch.randn(5, 9 if kind == "linear" else 4).to(device)
-
     @own_kernels
-    @pytest.mark.parametrize(
-        ("kind", "dtype", "rtol"),
-        [
-            ("linear", "fp32", 1e-4),
-            ("relu", "fp32", 0),
-            ("tanh", "fp32", 1e-4),
-            ("gelu", "fp32", 0),
-            ("tanh", "fp64", 0),
-        ],
-    )
-    def test_one_launch_equals_the_loop(self, kind, dtype, rtol, kernel, device, monkeypatch):
+    @pytest.mark.parametrize("kind", ["linear", *ACTIVATIONS])
+    @pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 1e-4), ("fp32", 0), ("fp64", 0)])
+    def test_one_launch_equals_the_loop(self, kind, dtype, rtol, kernel, device, launches):
         skip_unserved(kernel, dtype)
-        made, (cell, x) = self.launches(monkeypatch), self.case(kind, device)
-        if dtype == "fp64":
-            cell, x = cell.double(), x.double()
+        cell = (LinearCell(9) if kind == "linear" else FCCell(4, 9, kind)).to(device, DTYPES[dtype].get("dtype"))
+        x = torch.randn(5, 9 if kind == "linear" else 4).to(next(cell.parameters()))
         block = DEQBlock(cell, Picard(rtol, max_iter=50, atol=1e-4 - rtol), kernel=kernel)
         z, solution = block(x, return_solution=True)
-        assert made == [kernel] and solution.converged.all()
+        assert launches == [kernel] and solution.converged.all()
         assert solution.evaluations == int(solution.iterations.max())
         assert solution.sample_evaluations == int(solution.iterations.sum()) and solution.trace is None
         grads = torch.autograd.grad(z.square().sum(), list(cell.parameters()))
@@ -381,20 +346,19 @@ class TestCells:
         looped_z, looped = block(x, return_solution=True)
         expected = torch.autograd.grad(looped_z.square().sum(), list(cell.parameters()))
         handle.remove()
-        assert made == [kernel]
-        assert_close(z, looped_z, rounding(x.dtype))
+        assert launches == [kernel]
+        assert_close([z, *grads], [looped_z, *expected], rounding(x.dtype))
         assert torch.equal(solution.iterations, looped.iterations) and torch.equal(solution.status, looped.status)
         assert_close(solution.residual, looped.residual, lost(x.dtype, 1e-4))
-        assert_close(grads, expected, rounding(x.dtype))
 
-    def test_states_and_kernels_that_are_not_served_take_the_loop(self, monkeypatch):
-        made, (cell, x), z0 = self.launches(monkeypatch), self.case("tanh"), torch.zeros(5, 9)
+    def test_states_and_kernels_that_are_not_served_take_the_loop(self, launches):
+        cell, x, z0 = FCCell(4, 9), torch.randn(5, 4), torch.zeros(5, 9)
         subclass = type("Subclass", (FCCell,), {"forward": lambda self, z, x: FCCell.forward(self, z, x)})(4, 9)
-        others = (Picard(relaxation=0.9), Broyden(), Anderson())
         refused = [(cell, z0, Picard(), "torch"), (subclass, z0, Picard(), "auto")]
         refused += [(cell, start, Picard(), "auto") for start in (z0.double(), (z0,), z0[:4])]
-        for each, *given in (*refused, *((cell, z0, other, "auto") for other in others)):
+        refused += [(cell, z0, solver, "auto") for solver in (Picard(relaxation=0.9), Broyden(), Anderson())]
+        for each, *given in refused:
             assert each.fixed_point(x, *given) is None
         with torch.autocast("cpu", torch.float16):
             assert cell.fixed_point(x, z0, Picard(), "auto") is None
-        assert made == []
+        assert launches == []

@@ -2,11 +2,11 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from harness import phases, record
@@ -31,16 +31,16 @@ def session(tmp_path, monkeypatch):
     (tmp_path / "back").mkdir()
 
     def make(seconds=60, **bodies):
-        lines = [f"def {name}(place):\n" + re.sub("^", "    ", body, flags=re.M) for name, body in bodies.items()]
-        (tmp_path / "made_up.py").write_text("import os, time\n" + "\n".join(lines))
+        functions = [f"def {name}(place):\n{indent(body, '    ')}\n" for name, body in bodies.items()]
+        (tmp_path / "made_up.py").write_text("import os, time\n" + "".join(functions))
         plan = [Phase(name, seconds, f"what {name} decides", f"made_up:{name}") for name in bodies]
         return Session(plan, tmp_path / "run", small=True)
 
     return make
 
 
-def rows_of(folder, name):
-    return [int(row["case"]) for row in json.loads((folder / name).read_text())["rows"]]
+def numbers(session, name):
+    return [int(row["case"]) for row in json.loads((session.out / name).read_text())["rows"]]
 
 
 def archived(session):
@@ -55,22 +55,18 @@ def archived(session):
 def test_a_stopped_phase_goes_on_after_its_rows_and_the_others_do_not_wait(session):
     """One fails, one spends its budget; another call finishes both, and does not repeat the one that is done."""
     hangs = "if n == 2: place.rows[0]['fault'] = 'made up'; time.sleep(99)"
-    first = session(
-        15,
-        done=COUNTS.format(to=2, then=""),
-        slow=COUNTS.format(to=4, then=hangs),
-        bad="raise OSError('made up')\nyield",
-    )
+    counts = {"done": COUNTS.format(to=2, then=""), "slow": COUNTS.format(to=4, then=hangs)}
+    first = session(15, **counts, bad="raise OSError('made up')\nyield")
     assert first.call(100) == 1
     assert [first.state[name]["outcome"] for name in ("done", "slow", "bad")] == ["ok", "stopped", "failed"]
-    assert rows_of(first.out, "done.json") == [0, 1] and rows_of(first.out, "slow.json.part") == [0, 1, 2]
+    assert numbers(first, "done.json") == [0, 1] and numbers(first, "slow.json.part") == [0, 1, 2]
     files = archived(first)
     assert "slow -> FAULT a 0 cpp: made up" in files["table.txt"]  # the conclusions of its rows
     assert {"done.json", "slow.json.part", "bad.log", "state.json", "table.txt"} <= set(files)
     assert "made up" in files["bad.log"] and "left: slow, bad: call it again" in files["table.txt"]
     again = session(done="raise OSError\nyield", slow=COUNTS.format(to=4, then=""), bad=COUNTS.format(to=1, then=""))
     assert again.call(100) == 0 and again.state["done"]["tries"] == 1
-    assert rows_of(again.out, "slow.json") == [0, 1, 2, 3] and not list(again.out.glob("*.part"))
+    assert numbers(again, "slow.json") == [0, 1, 2, 3] and not list(again.out.glob("*.part"))
     assert "all phases are finished" in archived(again)["table.txt"]
 
 
@@ -88,13 +84,14 @@ def test_rows_of_another_gpu_or_other_code_get_a_record_of_their_own(tmp_path, m
 
 def test_a_call_begins_nothing_that_it_has_no_time_for(session):
     """And what was never begun comes before what has failed."""
-    made = session(failed="yield", fresh="yield")
+    made, ran = session(failed="yield", fresh="yield"), []
     made.state["failed"] = {"outcome": "failed", "seconds": 1.0, "tries": 1}
-    ran = []
-    made.run = lambda phase, seconds: (
+
+    def run(phase, seconds):
         ran.append((phase.name, seconds))
-        or made.state.update({phase.name: {"outcome": "ok", "seconds": 0, "tries": 2}})
-    )
+        made.state[phase.name] = {"outcome": "ok", "seconds": 0, "tries": 2}
+
+    made.run = run
     assert made.call(12) == 0 and not ran and "left: failed, fresh" in made.table()
     assert made.call(50) == 0 and [name for name, _ in ran] == ["fresh", "failed"] and max(s for _, s in ran) <= 44
 
@@ -103,7 +100,13 @@ def test_every_phase_exists_and_the_first_ones_fit_a_call():
     for plan in PLANS.values():
         for phase in plan(False):
             assert isinstance(phase.work, tuple) or callable(getattr(phases, phase.work.split(":")[1]))
-    assert sum(phase.seconds for phase in PLANS["short"](False)[1:7]) < 560
+    assert sum(phase.seconds for phase in PLANS["short"](False)[1:6]) < 560
+
+
+def run(*arguments):
+    command = ["bash", "benchmarks/gpu.sh", *map(str, arguments)]
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "OUT": ""}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.mark.tier("full")
@@ -114,15 +117,9 @@ def test_a_dry_run(plan, only, tmp_path):
     state = json.loads((tmp_path / "state.json").read_text())
     assert {name: entry["outcome"] for name, entry in state.items()} == dict.fromkeys(["extension", *only], "ok")
     if plan == "checks":
-        assert " right, " in (tmp_path / "memcheck.log").read_text()
+        assert " passed" in (tmp_path / "memcheck.log").read_text()
     else:
         assert json.loads((tmp_path / "probe.json").read_text())["machine"]["torch"]
-
-
-def run(*arguments):
-    command = ["bash", "benchmarks/gpu.sh", *map(str, arguments)]
-    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "OUT": ""}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from op_calls import Operations
 from own_sums import LoopedFCCell
 from recorded import DEVICE, GPU, Graph, Mark, as_graphs  # noqa: F401  # a fixture for every test
 from torch import nn
@@ -30,9 +31,9 @@ class Net(nn.Module):
         )
 
     def forward(self, x):
-        z, one = self.blocks[0](self.dropout(self.first(x)), return_solution=True)
-        z, other = self.blocks[1](z, return_solution=True)
-        return self.last(z), [one, other]
+        z, inner = self.blocks[0](self.dropout(self.first(x)), return_solution=True)
+        z, outer = self.blocks[1](z, return_solution=True)
+        return self.last(z), [inner, outer]
 
 
 class Training:
@@ -42,11 +43,11 @@ class Training:
         torch.manual_seed(0)
         self.net = Net(**net).to(DEVICE)
         rate = torch.tensor(0.05, device=DEVICE)
-        of = {
-            "sgd": lambda p: torch.optim.SGD(p, rate, momentum=0.9, weight_decay=1e-3, fused=True),
-            "adam": lambda p: torch.optim.AdamW(p, rate, capturable=True, fused=True),
-        }
-        self.optimizer = of[optimizer](self.net.parameters())
+        make, options = {
+            "sgd": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-3}),
+            "adam": (torch.optim.AdamW, {"capturable": True}),
+        }[optimizer]
+        self.optimizer = make(self.net.parameters(), rate, fused=True, **options)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
         self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=7, enabled=scales)
         self.clip, self.autocast, self.zeroes = clip, autocast, zeroes
@@ -99,18 +100,16 @@ def test_the_steps_are_those_of_the_eager_loop(case):
     launches = Graph.launches
     seen, expected = (training.run(50, sizes=(6, 6, 6, 4)) for training in (graphed, plain))
     close = functools.partial(torch.testing.assert_close, rtol=1e-3 if GPU else 0, atol=1e-5 if GPU else 0)
-    for (loss, solutions, kind), (loss_of_loop, of_loop, _) in zip(seen, expected, strict=True):
-        close(loss, loss_of_loop)
-        for one, other in zip(solutions, of_loop, strict=True):
-            close(one.value, other.value)
+    for (loss, solutions, kind), (looped_loss, looped, _) in zip(seen, expected, strict=True):
+        close(loss, looped_loss)
+        for solution, other in zip(solutions, looped, strict=True):
             needed = int(other.iterations.max())
-            close(one.iterations, other.iterations)
-            assert one.evaluations in (needed, needed + 1)
-            close(one.trace[:needed], other.trace[:needed])
+            close([solution.value, solution.iterations], [other.value, other.iterations])
+            close(solution.trace[:needed], other.trace[:needed])
+            assert solution.evaluations in (needed, needed + 1)
         assert kind == "mean"
-    for p, q in zip(graphed.net.parameters(), plain.net.parameters(), strict=True):
-        close(p, q)
-        close(p.grad, q.grad)
+    ends = ([*net.parameters(), *(p.grad for p in net.parameters())] for net in (graphed.net, plain.net))
+    close(*ends)
     assert graphed.scaler.state_dict() == plain.scaler.state_dict()
     assert len(graphed.step._captured) == 2
     assert GPU or Graph.launches - launches == 46
@@ -194,13 +193,8 @@ def batches(count, every=1):
     ]
 
 
-def end_outside(small, k):
-    small.optimizer.step()
-    small.optimizer.zero_grad()
-
-
 BETWEEN = {
-    "the optimiser": (99, end_outside),
+    "the optimiser": (99, lambda small, k: (small.optimizer.step(), small.optimizer.zero_grad())),
     "the last of four": (4, lambda small, k: None),
     "frozen weights": (1, lambda small, k: small.net[0].requires_grad_(k < 6)),
     "a rate": (1, lambda small, k: small.optimizer.param_groups[0]["lr"].fill_(0.1 / (k + 1))),
@@ -293,102 +287,80 @@ def test_a_call_on_another_stream_waits_for_the_calls_before(monkeypatch):
     assert len(small.step._captured) == 2
 
 
-def varied_number(small, k):
-    return {"x": torch.ones(2, 4, device=DEVICE), "ends": True, "epoch": k}
-
-
-def varied_setting(small, k):
-    small.optimizer.param_groups[0]["weight_decay"] = k * 1e-3
-    return {"x": torch.ones(2, 4, device=DEVICE), "ends": True}
-
-
-VARIED = {
-    "number": (varied_number, 70, "the step's batch has had over 64 layouts or plain values. Numbers that vary must"),
-    "setting": (varied_setting, 30, "captured again and again, as a setting or the state of an optimiser changes"),
+VARIED = {  # what varies; calls, of which so many are kept; the warning
+    "number": (
+        lambda small, k: {"epoch": k},
+        (70, 64),
+        "the step's batch has had over 64 layouts or plain values. Numbers that vary must",
+    ),
+    "setting": (
+        lambda small, k: small.optimizer.param_groups[0].update(weight_decay=k * 1e-3) or {},
+        (30, 1),
+        "captured again and again, as a setting or the state of an optimiser changes",
+    ),
 }
 
 
-@pytest.mark.parametrize(("batch", "calls", "text"), VARIED.values(), ids=VARIED)
-def test_what_always_varies_is_warned_of_once(batch, calls, text):
-    small = Small(Small.learn)
+@pytest.mark.parametrize(("vary", "calls", "text"), VARIED.values(), ids=VARIED)
+def test_what_always_varies_is_warned_of_once(vary, calls, text):
+    small, batch = Small(Small.learn), {"x": torch.ones(2, 4, device=DEVICE), "ends": True}
     with pytest.warns(UserWarning, match=text) as shown:
-        for k in range(calls):
-            small.step(batch(small, k))
-    assert len(shown) == 1
-    assert shown[0].filename == __file__
-    assert len(small.step._calls) == (64 if batch is varied_number else 1)
+        for k in range(calls[0]):
+            small.step(batch | vary(small, k))
+    assert len(shown) == 1 and shown[0].filename == __file__
+    assert len(small.step._calls) == calls[1]
 
 
 @pytest.mark.parametrize("zeroes_outside", [True, False])
 def test_gradients_that_the_step_keeps(zeroes_outside):
     """They are added to, or begin again, as in the eager loop."""
-    ends = []
-    for mode in (True, False):
-        training, grads = Training(mode, zeroes=False), []
-        for _ in range(6):
+    trainings = [Training(mode, zeroes=False) for mode in (True, False)]
+    for _ in range(6):
+        for training in trainings:
             if zeroes_outside:
                 training.optimizer.zero_grad()
             training.run(1)
-            grads.append([p.grad.clone() for p in training.net.parameters()])
-        ends.append(grads)
-    for grads, expected in zip(*ends, strict=True):
-        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-5)
+        grads = ([p.grad for p in training.net.parameters()] for training in trainings)
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
 
 
 def test_what_a_call_submits():
     """A copy of the batch, the launch, and a copy of the results, however many blocks and parameters there are."""
-    training, made = Training(True), []
+    training, operations = Training(True), Operations()
     training.run(4)
-
-    class Submissions(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
     (captured,) = training.step._captured.values()
-    captured.launch = lambda stream: made.append("launch")
+    captured.launch = lambda stream: operations.names.append("launch")
     batch = {"x": torch.zeros(6, 4, device=DEVICE), "y": torch.zeros(6, 3, device=DEVICE)}
-    with Submissions():
+    with operations:
         training.step(batch)
-    assert [name for name in made if name not in ("empty", "set_")] == ["_foreach_copy_", "launch", "clone"]
+    assert [name for name in operations.names if name not in ("empty", "set_")] == ["_foreach_copy_", "launch", "clone"]
 
 
-def waiting(training):
-    step = training._step
+def extended(work):
+    """A training's step that also works with the training and its result."""
 
-    def waits(batch):
-        result = step(batch)
-        return result["loss"].item()
+    def change(training):
+        def step(batch):
+            result = training._step(batch)
+            work(training, result)
+            return result
 
-    return waits
+        return step
 
-
-def sets_rate(training):
-    return lambda batch: (training._step(batch), training.schedule.step())
-
-
-def counts_steps(training):
-    def counts(batch):
-        training.optimizer.param_groups[0].setdefault("k", 0)
-        training.optimizer.param_groups[0]["k"] += 1
-        return training._step(batch)
-
-    return counts
-
-
-def replaces_rate(training):
-    def replaces(batch):
-        training.optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=DEVICE)
-        return training._step(batch)
-
-    return replaces
+    return change
 
 
 REFUSED = {
-    "a wait": (waiting, "the step .*test_graphed_step.py:[0-9]+: return result..loss...item()"),
-    "a schedule": (sets_rate, "it sets the learning rate, which must be done outside"),
-    "a new rate": (replaces_rate, "it sets the learning rate, which must be done outside"),
-    "a counter": (counts_steps, "it sets k of SGD, which must be done outside"),
+    "a wait": (extended(lambda t, made: made["loss"].item()), "the step .*test_graphed_step.py:[0-9]+: .*item()"),
+    "a schedule": (extended(lambda t, _: t.schedule.step()), "it sets the learning rate, which must be done outside"),
+    "a new rate": (
+        extended(lambda t, _: t.optimizer.param_groups[0].update(lr=torch.full((), 0.1, device=DEVICE))),
+        "it sets the learning rate, which must be done outside",
+    ),
+    "a counter": (
+        extended(lambda t, _: t.optimizer.param_groups[0].update(k=t.optimizer.param_groups[0].get("k", 0) + 1)),
+        "it sets k of SGD, which must be done outside",
+    ),
     "an object": (lambda t: lambda batch: SimpleNamespace(**t._step(batch)), "must return a tree .*got namespace"),
     "another device": (lambda t: lambda batch: torch.zeros(2, device="meta"), "it returns a tensor on meta, outside"),
     "a float lr": (lambda t: t.optimizer.param_groups[0].update(lr=0.1), "lr of SGD must be a tensor .*got 0.1, in .*"),
@@ -414,15 +386,15 @@ def test_what_is_refused(change, match):
 def test_bad_arguments(monkeypatch):
     with pytest.raises(TypeError, match="needs a callable step, got 3"):
         deqfast.make_graphed_step(3)
-    step = deqfast.make_graphed_step(lambda batch: batch)
-    with pytest.raises(ValueError, match="needs a tensor in the batch, got none"):
-        step({"k": 1})
-    with pytest.raises(TypeError, match=r"needs a batch of tensors and plain values, got array"):
-        step({"k": np.zeros(2)})
-    with pytest.raises(ValueError, match="needs dense tensors in the batch, got torch.sparse_coo"):
-        step(torch.zeros(2, device=DEVICE).to_sparse())
-    with pytest.raises(ValueError, match="a batch without gradient"):
-        step(torch.zeros(2, device=DEVICE, requires_grad=True))
+    step, zeros = deqfast.make_graphed_step(lambda batch: batch), torch.zeros(2, device=DEVICE)
+    for batch, error, match in (
+        ({"k": 1}, ValueError, "needs a tensor in the batch, got none"),
+        ({"k": np.zeros(2)}, TypeError, "needs a batch of tensors and plain values, got array"),
+        (zeros.to_sparse(), ValueError, "needs dense tensors in the batch, got torch.sparse_coo"),
+        (zeros.clone().requires_grad_(), ValueError, "a batch without gradient"),
+    ):
+        with pytest.raises(error, match=match):
+            step(batch)
     monkeypatch.setattr(graphed_step, "DEVICE", "xpu")
     with pytest.raises(ValueError, match="needs a batch on one xpu device, got a tensor on"):
-        step(torch.zeros(2, device=DEVICE))
+        step(zeros)

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from op_calls import Operations
 from own_sums import LoopedFCCell
 from recorded import DEVICE, GPU, Graph, Mark, as_graphs, record  # noqa: F401  # a fixture for every test
 from solutions import SOLVERS, assert_same_solution
@@ -51,6 +52,13 @@ def assert_same(actual, expected):
     assert_same_solution(actual, expected, but=counted)
 
 
+def assert_same_solves(pair, *inputs, captured=1):
+    """Of a captured block and one that is not, for each x; and the number of captures so far."""
+    for x in inputs:
+        assert_same(*(block(x, return_solution=True)[1] for block in pair))
+    assert len(pair[0].graphs._captured) == captured
+
+
 def states():
     """z0 of different layouts: rows, images in two memory orders, complex numbers, a tree, short numbers."""
     image = torch.randn(4, 3, 2, 2, device=DEVICE)
@@ -63,11 +71,7 @@ class Map(nn.Module):
 
     def forward(self, z, x):
         slopes = torch.tensor([0.5, 0.7, 0.9, 0.3], device=DEVICE)
-
-        def of_leaf(z, x):
-            return (slopes.view(-1, *[1] * (z.dim() - 1)) * z + x).to(z.dtype)
-
-        return pytree.tree_map(of_leaf, z, x)
+        return pytree.tree_map(lambda z, x: (slopes.view(-1, *[1] * (z.dim() - 1)) * z + x).to(z.dtype), z, x)
 
 
 @some_solvers
@@ -96,11 +100,11 @@ def test_states_of_any_layout(options, solver):
         pair = [deqfast.DEQBlock(Map(), solver, cuda_graph=graph, **groups, **scale) for graph in (True, False)]
         for shift in (0.1, 0.2):
             x = pytree.tree_map(lambda leaf, shift=shift: leaf + shift, z0)
-            (value, solution), (expected, of_the_loop) = (block(x, z0, return_solution=True) for block in pair)
+            (value, solution), (expected, looped) = (block(x, z0, return_solution=True) for block in pair)
             for a, b in zip(pytree.tree_leaves(value), pytree.tree_leaves(expected), strict=True):
                 assert torch.equal(a, b) and (a.dtype, a.stride()) == (b.dtype, b.stride())
                 a.mul_(torch.ones((), device=DEVICE, requires_grad=True))  # it is an ordinary tensor
-            assert_same(solution.changed(value=None), of_the_loop.changed(value=None))
+            assert_same(solution.changed(value=None), looped.changed(value=None))
 
 
 BACKWARD = deqfast.Implicit(deqfast.Broyden(1e-5, max_iter=30, history_size=4))
@@ -146,17 +150,14 @@ def test_a_change_is_seen_and_what_a_graph_cannot_know_is_captured_again(change,
     plain.cell, plain.solver = graphed.cell, graphed.solver
     assert torch.equal(graphed(inputs(seed=1)), plain(inputs(seed=1)))
     assert len(graphed.graphs._captured) == captured
-    (value, solution), (expected, of_the_loop) = before  # which outlive the next call
-    assert torch.equal(value, expected)
-    assert_same(solution, of_the_loop)
+    assert_same(*(solution for _, solution in before))  # which outlive the next call
 
 
 def test_the_number_of_graphs_is_bounded():
-    graphed, plain = blocks("picard")
-    for batch in range(1, cuda_graph.MAX_GRAPHS + 3):
-        graphed(inputs(batch=batch))
-    assert len(graphed.graphs._captured) == cuda_graph.MAX_GRAPHS
-    assert torch.equal(graphed(inputs(batch=1)), plain(inputs(batch=1)))
+    pair = blocks("picard")
+    assert_same_solves(pair, inputs(batch=0), captured=0)
+    most = cuda_graph.MAX_GRAPHS
+    assert_same_solves(pair, *(inputs(batch=batch) for batch in range(1, most + 3)), inputs(batch=1), captured=most)
 
 
 @pytest.mark.parametrize(
@@ -165,36 +166,29 @@ def test_the_number_of_graphs_is_bounded():
     ids=["autocast", "inference mode"],
 )
 def test_autocast_is_part_of_the_graph_and_inference_mode_is_not(first, then, captured):
-    graphed, plain = blocks("anderson")
+    pair = blocks("anderson")
     with first():
-        graphed(inputs())
+        pair[0](inputs())
     with then():
-        for seed in (0, 1):
-            assert_same(*(block(inputs(seed=seed), return_solution=True)[1] for block in (graphed, plain)))
-    assert len(graphed.graphs._captured) == captured
+        assert_same_solves(pair, inputs(), inputs(seed=1), captured=captured)
 
 
-def test_inputs_may_be_a_pytree():
-    class Cell(nn.Module):
-        def forward(self, z, x):
-            return 0.5 * torch.tanh(z + x["a"]) + x["scale"]
+class OfTree(nn.Module):
+    """An x of a tensor and a number."""
 
-    graphed, plain = (deqfast.DEQBlock(Cell(), init=lambda x: x["a"], cuda_graph=mode) for mode in (True, False))
-    for x in ({"a": inputs(), "scale": 0.1}, {"a": inputs(seed=1), "scale": 0.1}, {"a": inputs(), "scale": 0.2}):
-        assert torch.equal(graphed(x), plain(x))
-    assert len(graphed.graphs._captured) == 2
+    def forward(self, z, x):
+        return 0.5 * torch.tanh(z + x["a"]) + x["scale"]
+
+    def initial_state(self, x):
+        return torch.zeros_like(x["a"])
 
 
-def test_a_cell_may_be_compiled():
-    class Cell(nn.Module):
-        def forward(self, z, x):
-            return 0.5 * torch.tanh(z + x) + x
-
-    cell = torch.compile(Cell(), backend="eager")
-    graphed, plain = (deqfast.DEQBlock(cell, SOLVERS["anderson"](), cuda_graph=mode) for mode in (True, False))
-    for seed in range(3):
-        assert_same(*(block(inputs(seed=seed), return_solution=True)[1] for block in (graphed, plain)))
-    assert len(graphed.graphs._captured) == 1
+@pytest.mark.parametrize("compiles", [False, True])
+def test_inputs_may_be_a_pytree_and_a_cell_may_be_compiled(compiles):
+    cell = torch.compile(OfTree(), backend="eager") if compiles else OfTree()
+    pair = [deqfast.DEQBlock(cell, "anderson", cuda_graph=mode) for mode in (True, False)]
+    given = (inputs(), 0.1), (inputs(seed=1), 0.1), (inputs(), 0.2)
+    assert_same_solves(pair, *({"a": a, "scale": scale} for a, scale in given), captured=2)
 
 
 @pytest.mark.parametrize("numbers", [torch.zeros, torch.rand])
@@ -214,7 +208,7 @@ def test_a_cell_that_waits_for_the_host_cannot_be_captured():
 
 
 @pytest.mark.filterwarnings("ignore:called a synchronizing")  # the other thread's
-def test_waits_are_found_by_the_warnings_of_this_thread(monkeypatch):
+def test_waits_are_seen_by_the_warnings_of_this_thread(monkeypatch):
     """Other warnings, and those of other threads, are shown as they were, and the mode is as before in the end."""
     mode, ready = ["default"], "called a synchronizing CUDA operation"
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
@@ -240,64 +234,53 @@ def test_waits_are_found_by_the_warnings_of_this_thread(monkeypatch):
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
-@pytest.mark.parametrize("refused", [True, False], ids=["before the capture", "in the capture"])
-def test_a_failed_capture_leaves_no_trace(refused, monkeypatch):
+@pytest.mark.parametrize("capturing_only", [False, True])
+def test_a_failed_capture_leaves_no_trace(capturing_only):
     """The ordinary loop continues from there, on the previous stream, and others can be captured."""
 
     class Waiting(nn.Module):
-        capturing_only = False
-
         def forward(self, z, x):
-            if torch.cuda.is_current_stream_capturing() or not self.capturing_only:
+            if torch.cuda.is_current_stream_capturing() or not capturing_only:
                 torch.cuda.current_stream().synchronize()
             return 0.4 * z + x
 
-    if not refused:
-        monkeypatch.setattr(Waiting, "capturing_only", True)
     stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
     with pytest.raises(RuntimeError, match="cuda_graph: the solve cannot be captured: "):
         deqfast.DEQBlock(Waiting(), cuda_graph=True)(inputs())
     assert (torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()) == (stream, mode)
     deqfast.DEQBlock(Waiting())(inputs())
-    graphed, plain = blocks("anderson")
-    assert torch.equal(graphed(inputs()), plain(inputs()))
-
-
-def test_an_empty_batch():
-    solution = blocks("anderson")[0](inputs(batch=0), return_solution=True)[1]
-    assert solution.evaluations == 0 and solution.value.shape == (0, 12)
+    assert_same_solves(blocks("anderson"), inputs())
 
 
 def test_a_cell_settles_before_a_solve_is_captured():
     class Scaled(nn.Module):
-        """Divides by the scale of the injection of its first solve."""
+        """Divides by a scale that its first solve changes."""
 
         def __init__(self):
             super().__init__()
             self.register_buffer("scale", torch.ones((), device=DEVICE))
-            self.solves, self.seen = 0, None
 
         def forward(self, z, x):
-            self.seen = x
             return 0.5 * torch.tanh(z) + x / self.scale
 
         def end_solve(self):
-            if not self.has_settled():
-                self.scale.copy_(self.seen.std())
-            self.solves += 1
+            self.scale.fill_(3.0)
 
         def has_settled(self):
-            return self.solves > 0
+            return bool(self.scale > 1)
 
-    graphed, plain = (deqfast.DEQBlock(Scaled(), "anderson", cuda_graph=mode) for mode in (True, False))
+    pair = [deqfast.DEQBlock(Scaled(), "anderson", cuda_graph=mode) for mode in (True, False)]
     for seed in range(3):
-        x = 3 * inputs(seed=seed)
-        assert torch.equal(graphed(x), plain(x))
-        assert len(graphed.graphs._captured) == (seed > 0)
+        assert_same_solves(pair, 3 * inputs(seed=seed), captured=int(seed > 0))
 
 
 @pytest.mark.skipif(GPU, reason="there is a GPU")
-def test_it_needs_a_gpu(monkeypatch):
+def test_it_needs_a_gpu_and_deqfasts_kernels_or_a_new_torch(monkeypatch):
+    monkeypatch.setattr(cuda_graph._extension, "cuda_module", None)
+    monkeypatch.setattr(cuda_graph, "has_loops", lambda: False)
+    monkeypatch.setattr(cuda_graph._extension, "cuda_reason", "nobody built them")
+    with pytest.raises(RuntimeError, match="needs deqfast's CUDA kernels or torch 2.14: nobody built them"):
+        blocks("picard")[0](inputs())
     monkeypatch.setattr(cuda_graph, "DEVICE", "cuda")
     with pytest.raises(RuntimeError, match="cuda_graph needs tensors on a cuda device, got cpu"):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True)(inputs())
@@ -321,22 +304,20 @@ class Drawing(nn.Module):
         return 0.5 * z + x * torch.rand(x.shape, device=DEVICE, generator=self.generator)
 
 
+LINEAR = deqfast.LinearCell(5)
+
+
 @pytest.mark.parametrize(
     ("cell", "options", "error", "match"),
     [
-        (deqfast.LinearCell(5), {"cuda_graph": "whole"}, ValueError, "cuda_graph must be one of False, True, got"),
+        (LINEAR, {"cuda_graph": "whole"}, ValueError, "cuda_graph must be one of False, True, got"),
         (lambda z, x: z, {}, TypeError, "cuda_graph needs a cell that is an nn.Module"),
-        (deqfast.LinearCell(5), {"solver": "auto"}, ValueError, "cuda_graph cannot be combined with Auto: its stages"),
-        (
-            deqfast.LinearCell(5),
-            {"adjoint": deqfast.Implicit("auto")},
-            ValueError,
-            "Auto of the adjoint's solver, Auto",
-        ),
-        (deqfast.LinearCell(5), {"stop_fn": max}, ValueError, "combined with stop_fn: it would be asked on the host"),
-        (deqfast.LinearCell(5), {"drop_converged": True}, ValueError, "cannot be combined with drop_converged"),
-        (deqfast.LinearCell(5), {"groups": "batch"}, ValueError, "groups of a call: a graph .* make deqfast.Groups"),
-        (deqfast.LinearCell(5), {"kernel": "torch"}, RuntimeError, "cuda_graph needs kernel 'cuda' or 'triton'"),
+        (LINEAR, {"solver": "auto"}, ValueError, "cuda_graph cannot be combined with Auto: its stages"),
+        (LINEAR, {"adjoint": deqfast.Implicit("auto")}, ValueError, "Auto of the adjoint's solver, Auto"),
+        (LINEAR, {"stop_fn": max}, ValueError, "combined with stop_fn: it would be asked on the host"),
+        (LINEAR, {"drop_converged": True}, ValueError, "cannot be combined with drop_converged"),
+        (LINEAR, {"groups": "batch"}, ValueError, "groups of a call: a graph .* make deqfast.Groups"),
+        (LINEAR, {"kernel": "torch"}, RuntimeError, "cuda_graph needs kernel 'cuda' or 'triton'"),
         (Drawing(), {}, RuntimeError, "cannot be captured: the cell draws random numbers"),
         (Drawing(torch.Generator(DEVICE)), {}, RuntimeError, "cannot be captured: the cell draws random numbers"),
     ],
@@ -345,15 +326,6 @@ class Drawing(nn.Module):
 def test_what_is_refused(cell, options, error, match):
     with pytest.raises(error, match=match):
         deqfast.DEQBlock(cell, **{"cuda_graph": True, "warn": False, **options})(inputs())
-
-
-@pytest.mark.skipif(GPU, reason="there is a GPU")
-def test_a_loop_needs_deqfasts_kernels_or_a_new_torch(monkeypatch):
-    monkeypatch.setattr(cuda_graph._extension, "cuda_module", None)
-    monkeypatch.setattr(cuda_graph, "has_loops", lambda: False)
-    monkeypatch.setattr(cuda_graph._extension, "cuda_reason", "nobody built them")
-    with pytest.raises(RuntimeError, match="needs deqfast's CUDA kernels or torch 2.14: nobody built them"):
-        blocks("picard")[0](inputs())
 
 
 @pytest.mark.parametrize("adjoint", ["jfb", deqfast.Implicit(deqfast.Anderson(1e-5, max_iter=9))], ids=str)
@@ -382,9 +354,9 @@ def test_a_block_in_somebody_elses_graph(has_loops, adjoint, monkeypatch):
         with torch.no_grad():
             x.copy_(given)
         graph.replay()
-        expected, of_the_loop, wanted = step(blocks[1], given)
+        expected, looped, wanted = step(blocks[1], given)
         assert torch.equal(value, expected) and all(map(torch.equal, grads, wanted))
-        assert torch.equal(solution.iterations, of_the_loop.iterations)
+        assert torch.equal(solution.iterations, looped.iterations)
     needed = int(solution.iterations.max())
     assert solution.evaluations == (needed + (needed + made) % 2 if has_loops else made)
 
@@ -429,21 +401,6 @@ def test_a_pass_frees_nothing_that_was_allocated_before_it(name, adjoint, monkey
     assert seen[each] == seen[2 * each]  # ten times as many evaluations take no more memory
 
 
-class Submissions(TorchDispatchMode):
-    """Operations that a device would be given: all that allocate nothing and return no view."""
-
-    FREE = {"view", "detach", "unbind", "empty", "empty_like", "set_"}
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.made += [name] * (name not in self.FREE)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.skipif(GPU, reason="counts recorded operations")
 @torch.no_grad()
 def test_what_a_replay_costs(monkeypatch):
@@ -454,22 +411,24 @@ def test_what_a_replay_costs(monkeypatch):
     for _ in range(2):
         graphed(inputs())
     (captured,) = graphed.graphs._captured
-    launch, x, seen = captured.launch, inputs(seed=1), Submissions()
+    launch, x, operations = captured.launch, inputs(seed=1), Operations()
 
     def launch_aside(stream):
         watch = sys.getprofile()
         sys.setprofile(None)
         with torch.utils._python_dispatch._disable_current_modes():
             launch(stream)
-        seen.made.append("launch")
+        operations.names.append("launch")
         sys.setprofile(watch)
 
     monkeypatch.setattr(captured, "launch", launch_aside)
-    monkeypatch.setattr(Mark, "__init__", lambda event: seen.made.append("event"))
-    monkeypatch.setattr(Mark, "wait", lambda event: seen.made.append("wait"))
-    with seen:
+    monkeypatch.setattr(Mark, "__init__", lambda event: operations.names.append("event"))
+    monkeypatch.setattr(Mark, "wait", lambda event: operations.names.append("wait"))
+    with operations:
         graphed(x)
-    assert len(seen.made) <= 8, seen.made
+    free = {"view", "detach", "unbind", "empty", "empty_like", "set_"}  # which allocate, or return a view
+    submitted = [name for name in operations.names if name not in free]
+    assert len(submitted) <= 8, submitted
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
     graphed(x)
     sys.setprofile(None)
@@ -477,7 +436,7 @@ def test_what_a_replay_costs(monkeypatch):
 
 
 @pytest.mark.skipif(GPU, reason="there events arrive by themselves")
-def test_a_start_that_is_not_finite_is_told_when_a_number_is_read_or_in_a_later_call(monkeypatch):
+def test_a_start_that_is_not_finite_raises_when_a_number_is_read_or_in_a_later_call(monkeypatch):
     graphed, z0 = blocks("anderson", warn=False)[0], torch.zeros(4, 12)
     z0[2] = torch.inf
     monkeypatch.setattr(Mark, "arrived", False)
@@ -523,7 +482,6 @@ def test_a_compiled_model_gets_results_in_memory_of_their_own():
     graphed, plain = blocks(SOLVERS["picard"](), warn=False)
     compiled = torch.compile(lambda x: graphed(x, return_solution=True), backend="aot_eager", fullgraph=True)
     for seed in range(2):
-        x = inputs(seed=seed)
-        (value, solution), expected = compiled(x), plain(x, return_solution=True)[1]
+        (value, solution), expected = compiled(inputs(seed=seed)), plain(inputs(seed=seed), return_solution=True)[1]
         assert torch.equal(value, expected.value) and torch.equal(solution.iterations, expected.iterations)
     assert len(graphed.graphs._captured) == 1

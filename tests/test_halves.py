@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import emulate
 import pytest
 import torch
 from correctness import assert_close
 from correctness.states import METHODS, Case, StepsCase, make_state
 from deqfast.kernels.constants import ADVANCES, BROKEN, IMPROVED
-from op_calls import SOURCES
+from op_calls import share_rows
 
 from deqfast.ops import Kernel
 from deqfast.ops.registry import OPS
@@ -24,21 +23,11 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def processors():
-    """A GPU on which several blocks share a long row."""
-    if emulate.COMPILER is not None:
-        emulate.set_device(processors=132, shared_memory=227 * 1024)
-    yield
-    if emulate.COMPILER is not None:
-        emulate.set_device(processors=4, shared_memory=99 * 1024)
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("k", [0, 3, 9])  # before the first pair, and with a window that is not full, and that is
 @pytest.mark.parametrize("size", [1, 63, 777, 8192 + 4])
 @pytest.mark.parametrize("name", CASES)
-def test_halves_are_those_of_the_reference(implementation, name, size, k, monkeypatch):
+def test_halves_are_those_of_the_reference(implementation, name, size, k, monkeypatch, large_device):
     history = 12 if name == "steps" else min(4, size)  # more pairs than columns: a singular system
     case = replace(CASES[name], size=size, k=k, history=history)
     first = {"picard": "picard", "steps": "broyden"}.get(name, "multisecant")
@@ -55,33 +44,17 @@ def test_halves_are_those_of_the_reference(implementation, name, size, k, monkey
     verdicts = IMPROVED | ADVANCES, ADVANCES, 0, IMPROVED, BROKEN, ADVANCES
     given["verdict"] = torch.tensor(verdicts, dtype=torch.int8)
     if implementation.name == "triton":
-        share_rows(monkeypatch, 3 if size > 63 else 1)
+        share_rows(monkeypatch, programs=3 if size > 63 else 1, block=128)  # so each has some of 777 columns
     for op in (f"{first}_sums", f"{first}_apply"):
         if k == 0 and op in ("multisecant_sums", "broyden_sums"):
             continue
         names = list(OPS[op].arguments.__dataclass_fields__)
-        expected, found = ([clone(given[key]) for key in names] for _ in range(2))
+        expected = [value.clone() if torch.is_tensor(value := given[key]) else value for key in names]
+        moved = [value.to(implementation.device, copy=True) if torch.is_tensor(value) else value for value in expected]
         TORCH.op(op)(*expected)
-        moved = [value.to(implementation.device) if torch.is_tensor(value) else value for value in found]
-        implementation.op(op, SOURCES.get(op))(*moved)
+        implementation.op(op)(*moved)
         for key, value, right in zip(names, moved, expected, strict=True):
             if torch.is_tensor(right):
                 assert_close(value.cpu(), right, 1e-11, f"{op}: {key}")
         given |= dict(zip(names, expected, strict=True))
     assert torch.equal(given["z"][2], make_state(case, "cpu")["z"][2])  # the verdict 0 leaves a row as it is
-
-
-def share_rows(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
-    """Let several of Triton's programs share a row, in blocks so short that each has some of 777 columns."""
-    from deqfast.kernels import multisecant_step, picard_step
-
-    for module, config in ((picard_step, "picard_config"), (multisecant_step, "sweep_config")):
-        made = getattr(module, config)
-        monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: programs)
-        for plans in (module._SUMS_PLANS, module._APPLY_PLANS):
-            monkeypatch.setattr(plans, "_plans", {})
-        monkeypatch.setattr(module, config, lambda *a, made=made: replace(made(*a), block=128, num_warps=1))
-
-
-def clone(value: Any) -> Any:
-    return value.clone() if torch.is_tensor(value) else value

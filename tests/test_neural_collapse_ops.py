@@ -22,10 +22,6 @@ NC1_OF_DOUBLES = rounding(torch.float64, 5000)  # of a pseudo-inverse too
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def op_of(name: str, implementation):
-    return implementation.op(name, source="neural_collapse")
-
-
 def group(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     ordered, rows = torch.sort(labels, stable=True)
     return rows, torch.searchsorted(ordered, torch.arange(classes + 1))
@@ -57,7 +53,7 @@ class Data:
         return [tensor.to(device) for tensor in tensors]
 
     def run(self, op: str, implementation):
-        return op_of(op, implementation)(*self.arguments(op, implementation.device))
+        return implementation.op(op)(*self.arguments(op, implementation.device))
 
 
 def tolerance(kernel: str, dtype: torch.dtype) -> float:
@@ -76,20 +72,13 @@ def check(implementation, data: Data) -> None:
     assert relative_error(within, TORCH.op("within_class_scatter")(*data.arguments("within_class_scatter"))) <= allowed
 
 
+SIZES = [(1, 1, 1, 1), (1, 63, 2, 2), (63, 1, 2, 1), (64, 63, 10, 10), (300, 96, 10, 10), (257, 64, 1, 1)]
+SIZES += [(600, 16, 2, 2), (40, 40, 30, 30), (50, 777, 10, 10), (50, 1032, 10, 17), (50, 96, 10, 70), (50, 33, 10, 130)]
+
+
 class TestAccuracy:
     @every_dtype
-    @pytest.mark.parametrize(
-        ("count", "dim", "classes", "directions"),
-        [(1, 1, 1, 1), (1, 63, 2, 2), (63, 1, 2, 1), (64, 63, 10, 10), (300, 96, 10, 10), (257, 64, 1, 1)]
-        + [
-            (600, 16, 2, 2),
-            (40, 40, 30, 30),
-            (50, 777, 10, 10),
-            (50, 1032, 10, 17),
-            (50, 96, 10, 70),
-            (50, 33, 10, 130),
-        ],
-    )
+    @pytest.mark.parametrize(("count", "dim", "classes", "directions"), SIZES)
     def test_sizes(self, count, dim, classes, directions, dtype, implementation):
         if implementation.name == "triton" and INTERPRETED and dim > 100:
             dim = dim % 100  # the interpreter is slow
@@ -114,33 +103,29 @@ class TestAccuracy:
 
     @every_dtype
     def test_strided_rows(self, dtype, implementation):
-        class_means, device = op_of("class_means", implementation), implementation.device
-        for dim, step in ((24, 1), (7, 3), (1, 2)):
+        class_means, device = implementation.op("class_means"), implementation.device
+        for dim, width in ((24, 48), (7, 21), (1, 2)):
             data = Data(70, dim, 3, dtype)
-            wide = torch.full((70, dim + 24 if dim == 24 else step * dim), math.nan, dtype=dtype, device=device)
-            view = wide[:, :dim]
-            view.copy_(data.features)
+            view = torch.full((70, width), math.nan, dtype=dtype, device=device)[:, :dim].copy_(data.features)
             local, _ = class_means(view, *data.arguments("class_means", device)[1:])
             expected, _ = data.run("class_means", implementation)
             if implementation.name == "triton":  # which adds in another order where accesses can be wide
                 assert relative_error(local, expected) <= tolerance("triton", dtype)
             else:
                 assert same_bits(local, expected)
-            check(implementation, data)
-        data.features = data.features[:1].expand(70, 1)
-        rest = data.arguments("class_means", device)[1:]
-        assert not class_means(data.features.to(device), *rest)[0].any()
+        repeated = data.features[:1].expand(70, 1).to(device)
+        assert not class_means(repeated, *data.arguments("class_means", device)[1:])[0].any()
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     @every_dtype
     def test_a_feature_that_is_not_finite(self, value, dtype, implementation):
         data = Data(300, 20, 3, dtype)
         for row in (int(data.rows[-1]), int(data.rows[data.offsets[1]])):
-            clean = data.features.clone()
+            kept = data.features[row, 3].clone()
             data.features[row, 3] = value
             local, _ = data.run("class_means", implementation)
             assert not local[data.labels[row], 3].isfinite()
-            data.features = clean
+            data.features[row, 3] = kept
 
     @pytest.mark.parametrize("listed", [0, 5])
     def test_nothing_to_do(self, listed, implementation):
@@ -166,7 +151,7 @@ class TestAccuracy:
             return float(within_class_scatter(*grouped, local + shift, whitening).sum() / 200)
 
         exact = nc1(TORCH.op("class_means"), TORCH.op("within_class_scatter"), "cpu")
-        ops = (op_of(op, implementation) for op in ("class_means", "within_class_scatter"))
+        ops = (implementation.op(op) for op in ("class_means", "within_class_scatter"))
         reached = nc1(*ops, implementation.device)
         doubles = implementation.name == "cpp" or dtype == torch.float64
         assert reached == pytest.approx(exact, rel=NC1_OF_DOUBLES if doubles else NC1_OF_FLOATS)
@@ -177,17 +162,16 @@ class TestAccuracy:
 def test_the_same_bits_every_time(op, dtype, implementation, set_threads):
     size = (1000, 1500, 7) if implementation.name == "cpp" else (300, 40, 30)
     arguments = Data(*size, dtype).arguments(op, implementation.device)
-    check_bits(op_of(op, implementation), arguments, implementation, set_threads)
+    check_bits(implementation.op(op), arguments, implementation, set_threads)
 
 
 @pytest.mark.parametrize("implementation", ["emulated", "cuda"], indirect=True)
 def test_offsets_that_end_before_the_rows(implementation):
     """A GPU cannot check them without making the host wait: the rows that are left have no class."""
     data = Data(700, 40, 5)
-    beyond = torch.cat([data.offsets - 150, torch.tensor([2**40])]).clamp_min(0)
-    offsets = beyond.to(implementation.device)[:-1]
-    features, rows = data.features.to(implementation.device), data.rows.to(implementation.device)
-    local, shift = op_of("class_means", implementation)(features, rows, offsets)
+    beyond = torch.cat([data.offsets - 150, torch.tensor([2**40])]).clamp_min(0)  # which lies after the last offset
+    arguments = [x.to(implementation.device) for x in (data.features, data.rows, beyond)]
+    local, shift = implementation.op("class_means")(*arguments[:2], arguments[2][:-1])
     expected = TORCH.op("class_means")(data.features, data.rows[: beyond[-2]], beyond[:-1])
     assert relative_error(local.cpu(), expected[0]) <= tolerance("cuda", torch.float32)
     assert torch.equal(shift.cpu(), expected[1])
@@ -196,24 +180,21 @@ def test_offsets_that_end_before_the_rows(implementation):
 class TestNeuralCollapse:
     """`kernel` "torch" stands for "auto": it is what the others are compared with."""
 
-    @pytest.fixture
-    def asked(self, kernel):
-        return "auto" if kernel == "torch" else kernel
-
     @every_dtype
     @pytest.mark.parametrize("offset", [0.0, 10.0])
-    def test_kernels_agree(self, asked, device, dtype, offset):
+    def test_kernels_agree(self, kernel, device, dtype, offset):
+        kernel = kernel.replace("torch", "auto")
         data = Data(150, 30, 6, dtype, offset=offset)
         data.features[7] = math.nan
         weight = torch.randn(8, 30, dtype=dtype)
         labels = data.labels + (data.labels > 2)  # a class without samples
         inputs = [x.to(device) for x in (data.features, labels, weight)]
         expected = neural_collapse(*inputs, kernel="torch")
-        doubles = dtype == torch.float64 or asked in ("cpp", "auto")
+        doubles = dtype == torch.float64 or kernel in ("cpp", "auto")
         rel = NC1_OF_DOUBLES if doubles else NC1_OF_FLOATS
-        results = [neural_collapse(*inputs, kernel=asked)]
+        results = [neural_collapse(*inputs, kernel=kernel)]
         for streaming in (False, True):
-            metric = NeuralCollapse(8, weight, streaming=streaming, kernel=asked).to(device)
+            metric = NeuralCollapse(8, weight, streaming=streaming, kernel=kernel).to(device)
             for part in range(2):
                 metric.update(inputs[0][part::2], inputs[1][part::2])
             results.append(metric.compute())
@@ -221,11 +202,10 @@ class TestNeuralCollapse:
             for field in ("nc1", "condition", "nc2", "nc2_centered", "nc3"):
                 assert getattr(result, field) == pytest.approx(getattr(expected, field), rel=rel, abs=rel), field
             assert (result.rank, result.num_classes, result.excluded) == (5, 6, 1)
-            assert result.nc1 == pytest.approx(expected.nc1, rel=rel)
         assert results[0].nc4 == results[1].nc4 == pytest.approx(expected.nc4, rel=rel)
 
-    def test_overflow_is_told(self, asked, device):
+    def test_sums_that_overflow_are_an_error(self, kernel, device):
         features = torch.full((3, 2), 1e308, dtype=torch.float64, device=device)
         features[1:] *= -1
         with pytest.raises(ValueError, match="sums overflow float64"):
-            neural_collapse(features, torch.zeros(3, dtype=torch.int64, device=device), kernel=asked)
+            neural_collapse(features, torch.zeros(3, dtype=torch.int64, device=device), kernel=kernel)

@@ -27,17 +27,17 @@ class TestAtOnce:
         for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             each(x)
         x[1] = torch.nan
-        with pytest.warns(UserWarning, match="in a forward solve, 1 of 5 samples NONFINITE: look for NaN") as told:
+        with pytest.warns(UserWarning, match="in a forward solve, 1 of 5 samples NONFINITE: look for NaN") as warned:
             layer(x, z0=torch.zeros(5, 6))
-        assert "MAX_ITER" not in str(told[0].message)
+        assert "MAX_ITER" not in str(warned[0].message)
 
     def test_once_forward_and_once_backward_where_the_block_is_called(self):
         layer = torch.nn.Sequential(block(solver=Picard(rtol=1e-6, max_iter=2), adjoint=Implicit(Picard(max_iter=1))))
-        with pytest.warns(UserWarning) as told:
+        with pytest.warns(UserWarning) as warned:
             for _ in range(2):
                 layer(torch.randn(5, 6)).sum().backward()
-        assert [one.filename for one in told] == [__file__, __file__]
-        assert "in a backward solve, 5 of 5 samples MAX_ITER" in str(told[1].message)
+        assert [warning.filename for warning in warned] == [__file__, __file__]
+        assert "in a backward solve, 5 of 5 samples MAX_ITER" in str(warned[1].message)
 
     @pytest.mark.filterwarnings("error")
     def test_not_where_all_is_well_or_silence_is_wanted(self):

@@ -6,12 +6,13 @@ import importlib
 from dataclasses import replace
 from itertools import product
 
+import emulate
 import pytest
 import torch
 from correctness import assert_close, rounding
 from correctness.norm_states import NORM_OPS
 from correctness.states import same_bits
-from op_calls import SHORT, SHORT_HISTORY, SOURCES, STEPS, good, in_loop, outcome, step_values, tensors, unaligned
+from op_calls import SHORT, SHORT_HISTORY, STEPS, good, good_loop, in_loop, outcome, step_values, tensors, unaligned
 
 import deqfast
 from deqfast import _extension
@@ -29,11 +30,11 @@ CHECKED = [
 every_op = pytest.mark.parametrize("op", OPS)
 
 
-def op_of(op: str, implementation):
-    on_cuda = OPS[op].triton is not None or op in SOURCES
+def made_op(op: str, implementation):
+    on_cuda = op in emulate.sources()
     if not {"cpp": True, "triton": OPS[op].triton is not None}.get(implementation.name, on_cuda):
         pytest.skip(f"{implementation.name} has no {op}")
-    return implementation.op(op, SOURCES.get(op))
+    return implementation.op(op)
 
 
 class TestRegistration:
@@ -48,14 +49,14 @@ class TestRegistration:
     @pytest.mark.parametrize(("implementation", "op", "dtype"), CHECKED, indirect=["implementation"])
     def test_opcheck(self, op, dtype, implementation):
         arguments = tuple(good(op, implementation.device, dtype).values())
-        results = torch.library.opcheck(op_of(op, implementation).default, arguments)
+        results = torch.library.opcheck(made_op(op, implementation).default, arguments)
         assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
 
 
 @every_op
 def test_pointers_that_are_not_aligned(op, implementation):
     """Rows have lengths that would allow wide accesses, which add in another order."""
-    run, values = op_of(op, implementation), [*good(op, implementation.device).values()]
+    run, values = made_op(op, implementation), [*good(op, implementation.device).values()]
     for a, b in zip(outcome(run, values), outcome(run, values, copy=unaligned), strict=True):
         assert_close(a, b, rounding(torch.float32) if a.is_floating_point() else 0.0)
 
@@ -88,48 +89,36 @@ class TestLoops:
     @pytest.mark.parametrize(
         ("op", "wrong", "message"),
         [
-            ("picard_step", {"values": lambda t: t[:-1]}, "picard_loop: `values` must have shape"),
-            ("picard_step", {"numbers": lambda numbers: numbers[1:]}, "`numbers` must hold 6, got 5"),
-            ("picard_step", {"evaluations": 5}, "from 0 and below `max_iter` 5, got 5"),
-            ("picard_step", {"evaluations": -1}, "got -1"),
-            ("multisecant_step", {"history": lambda t: t[:1].contiguous()}, r"must have shape \(2, 2, 4, 16\)"),
-            ("multisecant_step", {"history": lambda t: t[:, :, :0]}, r"must have shape \(2, 2, 1, 16\), got \(2, 2, 0"),
-            ("multisecant_step", {"history": lambda t: t.half()}, "`history` must have dtype Float, got Half"),
-            ("multisecant_step", {"numbers": lambda n: [*n[:5], 7.0, *n[6:]]}, "`method` must be 0 to 3, got 7"),
-            ("broyden_step", {"history": lambda t: t.bfloat16()}, "`history` must have dtype Float, got BFloat16"),
-            ("picard_step", {"max_iter": 2**31}, "`max_iter` must be 1 to 2147483647, got 2147483648"),
-            ("broyden_step", {"evaluations": 4, "max_iter": 9}, "`history` must have room for step 4, got 4 rows"),
+            ("picard_loop", {"values": lambda t: t[:-1]}, "`values` must have shape"),
+            ("picard_loop", {"numbers": lambda numbers: numbers[1:]}, "`numbers` must hold 6, got 5"),
+            ("picard_loop", {"evaluations": 5}, "from 0 and below `max_iter` 5, got 5"),
+            ("picard_loop", {"evaluations": -1}, "got -1"),
+            ("picard_loop", {"max_iter": 2**31}, "`max_iter` must be 1 to 2147483647, got 2147483648"),
+            ("multisecant_loop", {"history": lambda t: t[:1].contiguous()}, r"must have shape \(2, 2, 4, 16\)"),
+            ("multisecant_loop", {"history": lambda t: t[:, :, :0]}, r"have shape \(2, 2, 1, 16\), got \(2, 2, 0"),
+            ("multisecant_loop", {"history": torch.Tensor.half}, "`history` must have dtype Float, got Half"),
+            ("multisecant_loop", {"numbers": lambda n: [*n[:5], 7.0, *n[6:]]}, "`method` must be 0 to 3, got 7"),
+            ("broyden_loop", {"history": torch.Tensor.bfloat16}, "`history` must have dtype Float, got BFloat16"),
+            ("broyden_loop", {"evaluations": 4, "max_iter": 9}, "`history` must have room for step 4, got 4 rows"),
+            ("state_begin", {"z": lambda t: t.flip(0).T}, "`z` must be contiguous"),
+            ("state_begin", {"z": torch.Tensor.half}, "`z` must be float32 or float64, got Half"),
+            ("loop_begin", {"z0": lambda t: t.T}, "`z0` must be contiguous"),
+            ("loop_begin", {"z0": torch.Tensor.half}, "`z0` must be float32 or float64, got Half"),
+            ("loop_begin", {"z0": torch.Tensor.flatten}, r"`z0` must have shape \(B, D\), got \(32"),
+            ("loop_begin", {"elements": 79}, "`elements` must be at least 80, got 79"),
+            ("loop_begin", {"integers": 3}, "`integers` must be at least 4, got 3"),
+            ("loop_end", {"batch": 3}, r"`values` must have shape \(120"),
+            ("loop_end", {"dim": 17}, r"`values` must have shape \(84"),
+            ("loop_end", {"batch": -1}, "must be at least 0, got -1 and 16"),
+            ("loop_end", {"status": lambda t: t[:1]}, r"`status` must have shape \(2"),
         ],
     )
     def test_what_is_no_loop_or_would_leave_the_memory_is_named(self, op, wrong, message):
-        given = good(op)
-        numbers = [float(value) for value in [*given.values()][len(tensors(op)) + 2 :]]
-        call = in_loop(op, given, wrong.get("evaluations", 0))
-        call |= {"fz": given["fz"], "max_iter": wrong.get("max_iter", 5), "numbers": numbers}
-        call |= {name: change(call[name]) for name, change in wrong.items() if callable(change)}
-        with pytest.raises(RuntimeError, match=message):
-            getattr(torch.ops.deqfast, op.replace("step", "loop"))(*call.values())
-
-    @pytest.mark.parametrize(
-        ("op", "arguments", "message"),
-        [
-            ("state_begin", (torch.zeros(2, 3).T,), "`z` must be contiguous"),
-            ("state_begin", (torch.zeros(2, 3).half(),), "`z` must be float32 or float64, got Half"),
-            ("loop_begin", (torch.zeros(2, 3).T, 40, 9, 0), "`z0` must be contiguous"),
-            ("loop_begin", (torch.zeros(2, 3).half(), 40, 9, 0), "`z0` must be float32 or float64, got Half"),
-            ("loop_begin", (torch.zeros(6), 40, 9, 0), r"`z0` must have shape \(B, D\), got \(6"),
-            ("loop_begin", (torch.zeros(2, 3), 27, 9, 0), "`elements` must be at least 28, got 27"),
-            ("loop_begin", (torch.zeros(2, 3), 28, 3, 0), "`integers` must be at least 4, got 3"),
-            ("loop_end", (3, 3), r"`values` must have shape \(42"),
-            ("loop_end", (2, 4), r"`values` must have shape \(32"),
-            ("loop_end", (-1, 3), "must be at least 0, got -1 and 3"),
-            ("loop_end", (1, 3), r"`status` must have shape \(1"),
-        ],
-    )
-    def test_a_beginning_or_an_end_that_does_not_fit(self, op, arguments, message):
-        begun = torch.ops.deqfast.loop_begin(torch.zeros(2, 3), 28, 4, 0) if op == "loop_end" else ()
+        call = good_loop(op, evaluations=wrong.get("evaluations", 0))
+        wrong = {name: change for name, change in wrong.items() if name in call}
+        call |= {name: change(call[name]) if callable(change) else change for name, change in wrong.items()}
         with pytest.raises(RuntimeError, match=f"{op}: .*{message}"):
-            getattr(torch.ops.deqfast, op)(*begun, *arguments)
+            getattr(torch.ops.deqfast, op)(*call.values())
 
     def test_begin_and_end(self):
         z0 = torch.randn(3, 5)
@@ -142,7 +131,7 @@ class TestLoops:
         assert not torch.ops.deqfast.loop_begin(z0, 2 * 15 + 8 * 3, 2 + 3, 0)[-1]
 
 
-def of_history(length, *names):
+def histories(length, *names):
     """Windows or steps with room for this number."""
     rows = length if "steps" in names else length + 2
     sizes = dict.fromkeys(("left", "df", "steps"), (2, length, 16)) | {"gram": (2, rows, length)}
@@ -159,11 +148,11 @@ WINDOW = "left", "df", "gram"
 # (op, the argument that is named, what replaces valid arguments, what the message says)
 MISTAKES = [
     ("multisecant_step", "left", {"left": torch.Tensor.half}, ["bfloat16 with float32"]),
-    ("multisecant_step", "left", of_history(0, *WINDOW), ["1 to "]),
+    ("multisecant_step", "left", histories(0, *WINDOW), ["1 to "]),
     ("multisecant_step", "method", {"method": 4}, ["0 to 3, got 4"]),
     *((op, "k", {"k": -(2**31)}, ["-2147483647 to 2147483646, got -2147483648"]) for op in STEPS),
     ("broyden_step", "steps", {"steps": torch.Tensor.bfloat16}, ["Float"]),
-    ("broyden_step", "steps", of_history(0, "steps", "gram"), ["one step or more"]),
+    ("broyden_step", "steps", histories(0, "steps", "gram"), ["one step or more"]),
     *(
         ("broyden_step", "k", {"k": k, "last": last}, ["the 4 steps there is room for", f"got {k}"])
         for k, last in ((4, False), (5, True))
@@ -205,7 +194,7 @@ MISTAKES_ON_THE_CPU = [
     ),
 ]
 MISTAKES_ON_A_GPU = [  # the CPU kernels take windows of any length, and both formats
-    ("multisecant_step", "left", of_history(33, *WINDOW), ["1 to "]),
+    ("multisecant_step", "left", histories(33, *WINDOW), ["1 to "]),
     ("norm_act", "y", {"y": contiguous}, ["memory format channels_last"]),
 ]
 
@@ -213,14 +202,11 @@ MISTAKES_ON_A_GPU = [  # the CPU kernels take windows of any length, and both fo
 class TestArguments:
     """A wrong argument is named, with what it must be and what it is."""
 
-    every_tensor = pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in tensors(op)])
     # The checks are those of csrc/common: on emulated and interpreted kernels each op and each name once.
-    checks = pytest.mark.covering(1)
-
     @pytest.fixture
     def refuses(self, implementation):
         def refuse(op, name, changes, *fragments):
-            given, run = good(op, implementation.device), op_of(op, implementation)
+            given, run = good(op, implementation.device), made_op(op, implementation)
             if name not in tensors(op):  # valid tensors are not checked again, only numbers
                 run(*given.values())
                 given = good(op, implementation.device)
@@ -236,37 +222,26 @@ class TestArguments:
 
         return refuse
 
-    @checks
-    @every_tensor
-    def test_shape(self, op, name, refuses):
+    @pytest.mark.covering(1)
+    @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in tensors(op)])
+    def test_shape_dtype_and_contiguity(self, op, name, refuses):
         """Of the first tensor and of some others the last dimension may have any size."""
-        shape = list(good(op)[name].shape)
+        valid, is_anchor = good(op)[name], name == OPS[op].anchor
+        shape, dtype = str(list(valid.shape))[1:-1], torch.float32 if valid.dtype == torch.float64 else torch.float64
         refuses(op, name, {name: lambda t: t[None]}, "got (1, ")
-        if name in (OPS[op].anchor, "rows", "offsets", "directions"):
-            return
-        expected = [] if name in ("left", "steps") else [str(shape)[1:-1]]
-        shape[-1] *= 2
-        refuses(op, name, {name: lambda t: torch.cat([t, t], dim=-1)}, *expected, f"got ({str(shape)[1:-1]})")
-
-    @checks
-    @every_tensor
-    def test_dtype(self, op, name, refuses):
-        dtype = torch.float64
-        if name == OPS[op].anchor:
+        if not is_anchor and name not in ("rows", "offsets", "directions"):
+            wider = str([*valid.shape[:-1], 2 * valid.shape[-1]])[1:-1]
+            expected = [] if name in ("left", "steps") else [shape]
+            refuses(op, name, {name: lambda t: torch.cat([t, t], dim=-1)}, *expected, f"got ({wider})")
+        if is_anchor:
             dtype = torch.int32 if name == "features" else torch.float16
-        elif good(op)[name].dtype == torch.float64:
-            dtype = torch.float32
         refuses(op, name, {name: lambda t: t.to(dtype)})
-
-    @checks
-    @every_tensor
-    def test_contiguity(self, op, name, refuses):
-        if good(op)[name].numel() > 1:
-            said = "without gaps" if name == "features" else "contiguous"
-            refuses(op, name, {name: lambda t: torch.stack([t, t], dim=-1)[..., 0]}, said)
+        if valid.numel() > 1:
+            layout = "without gaps" if name == "features" else "contiguous"
+            refuses(op, name, {name: lambda t: torch.stack([t, t], dim=-1)[..., 0]}, layout)
 
     @pytest.mark.parametrize(
-        ("implementation", "op", "name", "changes", "said"),
+        ("implementation", "op", "name", "changes", "fragments"),
         [
             (implementation, *mistake)
             for implementation in ("cpp", "triton", "cuda", "emulated")
@@ -274,32 +249,25 @@ class TestArguments:
         ],
         indirect=["implementation"],
     )
-    def test_mistakes(self, implementation, op, name, changes, said, refuses):
-        refuses(op, name, changes, *said)
+    def test_mistakes(self, implementation, op, name, changes, fragments, refuses):
+        refuses(op, name, changes, *fragments)
 
 
-class TestBackends:
-    def test_they_tell_why_they_are_not_available(self):
-        backends = deqfast.backends()
-        assert {"auto", *backends} == set(KERNELS)
-        assert backends["torch"] and backends["torch"].reason == ""
-        for availability in backends.values():
-            assert bool(availability) == (availability.reason == "")
-            assert str(availability) == (availability.reason or "available")
+def test_backends_tell_why_they_are_not_available(monkeypatch):
+    backends = deqfast.backends()
+    assert {"auto", *backends} == set(KERNELS) and backends["torch"]
+    for availability in backends.values():
+        assert bool(availability) == (availability.reason == "")
+        assert str(availability) == (availability.reason or "available")
 
-    def test_an_extension_that_does_not_load(self, monkeypatch):
-        def fail(name):
-            raise ImportError("libtorch_cuda.so: cannot open shared object file")
+    def fail(name):
+        raise ImportError("libtorch_cuda.so: cannot open shared object file")
 
-        monkeypatch.setattr(importlib, "import_module", fail)
-        assert _extension._load("_C_cuda") == (
-            None,
-            "deqfast._C_cuda does not load: libtorch_cuda.so: cannot open shared object file",
-        )
-
-    def test_the_module_tells_how_it_was_built(self):
-        info = _extension.cpp_module.build_info()
-        assert info["torch_target_version"] == 0x020B000000000000 and info["compiler"]
+    monkeypatch.setattr(importlib, "import_module", fail)
+    reason = "deqfast._C_cuda does not load: libtorch_cuda.so: cannot open shared object file"
+    assert _extension._load("_C_cuda") == (None, reason)
+    info = _extension.cpp_module.build_info()
+    assert info["torch_target_version"] == 0x020B000000000000 and info["compiler"]
 
 
 def test_a_choice_asks_only_for_the_kernels_that_it_may_take(monkeypatch):

@@ -41,33 +41,33 @@ def test_any_layout_survives(shape, order, margins, batch_first):
         assert (z0.stride(a) > z0.stride(b)) == (back.stride(a) > back.stride(b))
 
 
-def test_the_rows_of_a_value_are_a_view_where_they_can_be():
-    packing = Packing(values(2, 3, 4))
-    z = packing.pack(values(2, 3, 4))
-    value = values(2, 3, 4)
-    assert packing.packer(z)(value).data_ptr() == value.data_ptr()
-    last = Packing(values(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    value = values(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    rows = last.packer(z)(value)
-    assert rows.data_ptr() == value.data_ptr() and torch.equal(last.unpack(rows), value)
+def packed(order=torch.contiguous_format):
+    """A packing, its rows, and a value of that layout."""
+    value = values(2, 3, 4, 5).contiguous(memory_format=order)
+    packing = Packing(value)
+    return packing, packing.pack(value), values(2, 3, 4, 5).contiguous(memory_format=order)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda v: v.double(), lambda v: v.mT.contiguous().mT, lambda v: v[:, :1].expand(2, 3, 4), lambda v: v.bfloat16()],
-)
-def test_another_dtype_or_order_is_copied_once(change):
-    packing = Packing(values(2, 3, 4))
-    z = packing.pack(values(2, 3, 4))
-    value = change(values(2, 3, 4))
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_the_rows_of_a_value_are_a_view_where_they_can_be(order):
+    packing, z, value = packed(order)
     rows = packing.packer(z)(value)
+    assert rows.data_ptr() == value.data_ptr() and torch.equal(packing.unpack(rows), value)
+
+
+CHANGES = torch.Tensor.double, torch.Tensor.bfloat16, lambda v: v.mT.contiguous().mT, lambda v: v[:, :1].expand(v.shape)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_dtype_or_order_is_copied_once(change):
+    packing, z, value = packed()
+    rows = packing.packer(z)(value := change(value))
     assert rows.dtype == torch.float32 and rows.is_contiguous() and rows.data_ptr() != value.data_ptr()
-    assert torch.equal(rows.view(2, 3, 4), value.float())
+    assert torch.equal(rows.view(2, 3, 4, 5), value.float())
 
 
-@pytest.mark.parametrize("alias", [lambda z: z, lambda z: z.view(2, 12).view(2, 3, 4), lambda z: z.view_as(z)])
+@pytest.mark.parametrize("alias", [lambda z: z, lambda z: z.view(2, 60).view(2, 3, 4, 5), lambda z: z.view_as(z)])
 def test_the_rows_of_a_value_are_never_the_iterate(alias):
-    packing = Packing(values(2, 3, 4))
-    z = packing.pack(values(2, 3, 4))
+    packing, z, _ = packed()
     rows = packing.packer(z)(alias(packing.unpack(z)))
     assert rows.untyped_storage().data_ptr() != z.untyped_storage().data_ptr() and torch.equal(rows, z)

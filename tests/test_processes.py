@@ -162,13 +162,13 @@ def alone():
 @pytest.mark.parametrize("solver", [Anderson(1e-6, 40), Auto(1e-6), Picard(1e-6, 40)], ids=repr)
 def test_a_group_of_one_changes_no_bit(alone, solver, adjoint):
     cell, x = FCCell(4, D), torch.randn(3, 4)
-    of_one, usual = (
+    grouped, usual = (
         DEQBlock(cell, solver, adjoint, warn=False, **more)(x, return_solution=True)
         for more in ({"lockstep": alone}, {})
     )
     if not isinstance(solver, Picard):  # which FCCell solves in one launch
-        assert torch.equal(of_one[0], usual[0]) and of_one[1].evaluations == usual[1].evaluations
-    assert_close(of_one[0], usual[0], 1e-5)
+        assert torch.equal(grouped[0], usual[0]) and grouped[1].evaluations == usual[1].evaluations
+    assert_close(grouped[0], usual[0], 1e-5)
 
 
 def test_an_empty_batch_is_evaluated_as_often_as_others(alone):
@@ -177,12 +177,9 @@ def test_an_empty_batch_is_evaluated_as_often_as_others(alone):
     assert block(torch.ones(0, D)).shape == (0, D) and len(calls) == 2  # of the solve and the gradient
 
 
-def test_copies_share_the_group(alone):
+def test_copies_share_the_group_and_a_group_is_torchs(alone):
     block = DEQBlock(Cell(), lockstep=alone)
     assert copy.deepcopy(block).lockstep.groups == (alone,) and solve(torch.cos, torch.ones(1, 2), lockstep=alone)
-
-
-def test_a_group_is_one_of_torch():
     with pytest.raises(TypeError, match="lockstep must be a process group, such as .*, got 2"):
         solve(torch.cos, torch.ones(1, 2), lockstep=2)
 
@@ -192,8 +189,8 @@ def test_fixed_points_and_roots_of_a_group(alone, monkeypatch, name):
     monkeypatch.setattr(dist, "all_reduce", reductions := Reductions())
     z, a = torch.ones(3, D), torch.linspace(1, 9, 3 * D).view(3, D)
     for find, f in ((fixed_point, lambda z, a: (z + a / z) / 2), (root, lambda z, a: 0.1 * (a - z * z))):
-        found, solution = find(f, z, a, return_solution=True, **{name: alone}, **{"sign": 1} if find is root else {})
-        assert_close(found, a.sqrt(), 1e-2)
+        value, solution = find(f, z, a, return_solution=True, **{name: alone}, **{"sign": 1} if find is root else {})
+        assert_close(value, a.sqrt(), 1e-2)
         assert reductions.count >= solution.evaluations
         reductions.count = 0
     if name == "state_group":
@@ -217,103 +214,75 @@ CASES = {
     "broken": Case("implicit", broken=6),
     "broken-table": Case("jfb", broken=6, table=True),
     "broken-unrolled": Case(Unrolled(20), broken=6, table=True),
+    "hsdp": Case(shares=(4, 1, 2, 1), steps=20),
+    "tensor": Case("implicit", steps=1),
 }
 
 
-def sharded(model: Model, mesh: DeviceMesh) -> Model:
+def train_together(rank: int, count: int, path: Path, names: list[str]) -> None:
+    join(rank, count, path)
+    mesh = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("outer", "inner"))
+    for name in names:
+        case = CASES[name]
+        model, parts = case.model(), len(case.shares)
+        part, factor = rank * parts // count, parts / (sum(case.shares) - (case.broken is not None))
+        if parts < count:  # within a pair of ranks, and FSDP2 over the pairs
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model.block.cell, mesh["inner"], plan)
+        shard_weights(model, mesh if parts == 4 else mesh["outer"])
+        x = case.data().split(case.shares)[part]  # FSDP divides gradients by the number of processes
+        seen = case.train(model, x, lambda y, factor=factor: y.square().sum() * factor)
+        torch.save(seen, f"{path}/{name}-{part}.pt")
+    dist.destroy_process_group()
+
+
+def shard_weights(model: Model, mesh: DeviceMesh) -> Model:
     """The usual recipe: the repeated part is a unit, then the whole is."""
     fully_shard(model.block.cell, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def train_together(rank: int, count: int, path: Path, names: list[str], shape: tuple[int, ...]) -> None:
-    join(rank, count, path)
-    mesh = init_device_mesh("cpu", shape)
-    for name in names:
-        case = CASES[name]
-        x = case.data().split(case.shares)[rank]
-        whole = sum(case.shares) - (case.broken is not None)
-        model = case.model()  # FSDP divides gradients by the number of processes
-        seen = case.train(sharded(model, mesh), x, lambda y, whole=whole: y.square().sum() * count / whole)
-        torch.save(seen, f"{path}/{name}-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def check_as_one_process(path: Path, name: str, count: int) -> None:
-    case = CASES[name]
-    expected = case.train(case.model(), case.data(), lambda y: y.square().mean())
-    tolerance = 1e-4 if case.dtype == torch.float32 else 1e-6
-    ranks = [torch.load(f"{path}/{name}-{rank}.pt") for rank in range(count)]
-    for (loss, status, iterations, _, grads), *step in zip(expected, *ranks, strict=True):
-        losses, statuses, numbers, calls, gradients = zip(*step, strict=True)
-        assert len(set(calls)) == 1
-        assert_close(sum(losses) / count, loss, tolerance)
-        if case.steps < 20:  # small differences of weights may move an iteration
-            assert torch.equal(torch.cat(statuses), status) and torch.equal(torch.cat(numbers), iterations)
-        for of_rank in gradients:
-            assert_close(of_rank, grads, tolerance)
+ON_FOUR = ["hsdp", "tensor"]
 
 
 @pytest.mark.tier("full")
-def test_the_usual_recipe_trains_as_one_process(tmp_path):
-    in_processes(train_together, 2, tmp_path, list(CASES), (2,))
-    for name in CASES:
-        check_as_one_process(tmp_path, name, 2)
+@pytest.mark.parametrize(("count", "names"), [(2, [name for name in CASES if name not in ON_FOUR]), (4, ON_FOUR)])
+def test_the_usual_recipe_trains_as_one_process(tmp_path, count, names):
+    in_processes(train_together, count, tmp_path, names)
+    for case, name in ((CASES[name], name) for name in names):
+        expected = case.train(case.model(), case.data(), lambda y: y.square().mean())
+        tolerance = 1e-4 if case.dtype == torch.float32 else 1e-6
+        parts = [torch.load(f"{tmp_path}/{name}-{part}.pt") for part in range(len(case.shares))]
+        for (loss, status, iterations, _, grads), *step in zip(expected, *parts, strict=True):
+            losses, statuses, numbers, calls, gradients = zip(*step, strict=True)
+            assert len(set(calls)) == 1
+            assert_close(sum(losses) / len(parts), loss, tolerance)
+            if case.steps < 20:  # small differences of weights may move an iteration
+                assert torch.equal(torch.cat(statuses), status) and torch.equal(torch.cat(numbers), iterations)
+            for each in gradients:
+                assert_close(each, grads, tolerance)
 
 
-ON_FOUR = {
-    "hsdp": Case(shares=(4, 1, 2, 1), steps=20),
-    "tensor": Case("implicit", shares=(5, 3), steps=1),
-}
-
-
-def train_on_four(rank: int, count: int, path: Path) -> None:
-    join(rank, count, path)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    for name, case in ON_FOUR.items():
-        model, parts = case.model(), case.data().split(case.shares)
-        if name == "tensor":  # within a pair of ranks, and FSDP2 over the pairs
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(model.block.cell, mesh["inner"], plan)
-        sharded(model, mesh["outer"] if name == "tensor" else mesh)
-        x = parts[rank * len(parts) // count]
-        factor = len(parts) / sum(case.shares)
-        seen = case.train(model, x, lambda y, factor=factor: y.square().sum() * factor)
-        torch.save(seen, f"{path}/{name}-{rank if len(parts) == count else rank // 2}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.tier("full")
-def test_two_dimensions_train_as_one_process(tmp_path, monkeypatch):
-    in_processes(train_on_four, 4, tmp_path)
-    for name, case in ON_FOUR.items():
-        monkeypatch.setitem(CASES, name, case)
-        check_as_one_process(tmp_path, name, len(case.shares))
-
-
-def raising(at: int, error: BaseException) -> Callable[[int], None]:
-    def at_call(number: int) -> None:
-        if number == at:
-            raise error
-
-    return at_call
+def fail(message: str) -> None:
+    raise ValueError(message)
 
 
 def fail_on_one(rank: int, count: int, path: Path) -> None:
     join(rank, count, path)
-    mesh, own, of_other = init_device_mesh("cpu", (count,)), "raised here", "rank 1 has raised an error"
-    expected = pytest.raises(ValueError, match=own) if rank else pytest.raises(RuntimeError, match=of_other)
+    mesh, own, others = init_device_mesh("cpu", (count,)), "raised here", "rank 1 has raised an error"
+    expected = pytest.raises(ValueError, match=own) if rank else pytest.raises(RuntimeError, match=others)
     for at in (1, 4, 20):  # the first, another and the last evaluation
         model = Case(solver=Picard(1e-30, 20)).model()
+        cell = model.block.cell
         if rank:
-            model.block.cell.at_call = raising(at, ValueError(own))
+            cell.at_call = lambda number, at=at: number < at or fail(own)
         with expected:
-            sharded(model, mesh)(torch.ones(3, 4, dtype=torch.float64))
-        assert model.block.cell.calls == at
+            shard_weights(model, mesh)(torch.ones(3, 4, dtype=torch.float64))
+        assert cell.calls == at
     for adjoint in ("jfb", Unrolled(5)):
         start = torch.full((2, D), torch.nan if rank else 0.0)
         block = DEQBlock(Cell(), Picard(1e-30, 20), adjoint, lockstep=dist.group.WORLD)
-        error = (ValueError, "z0 must be finite") if rank else (RuntimeError, of_other)
+        error = (ValueError, "z0 must be finite") if rank else (RuntimeError, others)
         with pytest.raises(error[0], match=error[1]):
             block(torch.ones(2, D), z0=start)
     products = []
@@ -341,17 +310,19 @@ def interrupt_all(rank: int) -> None:
     assert block.cell.calls == 5
 
 
+@pytest.mark.tier("full")
+def test_an_error_of_one_process_ends_all(tmp_path):
+    in_processes(fail_on_one, 2, tmp_path)
+
+
 def run_page(rank: int, count: int, path: Path) -> None:
     torch.set_num_threads(1)
     (path / f"rank-{rank}").touch()
     for number, block in enumerate(python_of(PAGE)):
-        file = f"{path}/{number}-{count}"
-        call = f'init_process_group("gloo", init_method="file://{file}", rank={rank}, world_size={count})'
+        place = f'init_method="file://{path}/{number}-{count}", rank={rank}, world_size={count}'
         names = {"__name__": "__main__"}
-        exec(block.text.replace('init_process_group("gloo")', call), names)
-    torch.save(
-        [weight.grad for weight in names["block"].parameters()], f"{path}/grads-{count}.pt"
-    )  # of the last recipe
+        exec(block.text.replace('init_process_group("gloo"', f'init_process_group("gloo", {place}'), names)
+    torch.save([weight.grad for weight in names["block"].parameters()], f"{path}/grads-{count}.pt")  # the last recipe's
 
 
 @pytest.mark.tier("full")
@@ -359,11 +330,6 @@ def test_the_recipes_of_the_page_run(tmp_path):
     for count in (1, 2):
         in_processes(run_page, count, tmp_path)
     assert_close(torch.load(tmp_path / "grads-2.pt"), torch.load(tmp_path / "grads-1.pt"), 1e-5)
-
-
-@pytest.mark.tier("full")
-def test_an_error_of_one_process_ends_all(tmp_path):
-    in_processes(fail_on_one, 2, tmp_path)
 
 
 # --- samples that are spread over processes
@@ -430,30 +396,13 @@ class Halves:
         return torch.cat([numbers.unflatten(0, (2, -1)).amax(dim=0)] * 2)
 
 
-KERNELS_OF_PARTS = ["torch", "cpp", "cuda", "triton"]
-
-
-def solve_of_parts(z0: Tensor, options: Options, kernel: str) -> Solve:
-    """The solve of `Halves` on this kernel; CUDA is emulated."""
-    solve = Solve(z0, replace(options, state_group=Halves()))
-    solve.kernel = Kernel(kernel, parts=Halves())
-    return solve
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of CUDA on the CPU."""
     if emulate.COMPILER is None:
         pytest.skip("no g++ was found")
     own = Kernel._own
-
-    def op(self: Kernel, name: str) -> Any:
-        if self.name != "cuda":
-            return own(self, name)
-        emulate.load(f"{name.split('_')[0]}_step")
-        return getattr(torch.ops.deqfast_emulated, name)
-
-    monkeypatch.setattr(Kernel, "_own", op)
+    monkeypatch.setattr(Kernel, "_own", lambda self, op: emulate.op(op) if self.name == "cuda" else own(self, op))
 
 
 IN_HALVES = {
@@ -473,7 +422,7 @@ IN_HALVES = {
 def test_rows_that_are_parts_are_solved_as_one(emulated, name, size, width):
     """Also if squares over- or underflow; on one kernel, halves of a sample are judged and stepped as wholes."""
     is_emulated = (name, size) == ("anderson-I", 1e-200)  # which takes long; test_halves.py has the other methods
-    assert_solved_as_one(name, size, width, KERNELS_OF_PARTS[: 3 if is_emulated else 2])
+    assert_solved_as_one(name, size, width, ["torch", "cpp", *["cuda"] * is_emulated])
 
 
 @pytest.mark.tier("full")
@@ -484,11 +433,7 @@ def test_rows_that_are_parts_are_solved_as_one_by_triton(name, size, width):
 
 
 def assert_solved_as_one(name: str, size: float, width: int, kernels: list[str]) -> None:
-    torch.manual_seed(0)
-    normal, x = (
-        torch.nn.functional.normalize(torch.randn(2 * width).double(), dim=0),
-        torch.randn(5, 2 * width).double(),
-    )
+    x, normal = torch.randn(5, 2 * width).double(), nn.functional.normalize(torch.randn(2 * width).double(), dim=0)
     x[1], x[3] = 0, x[3] * 1e3  # a sample that is at its fixed point, and a larger one
 
     def f(z: Tensor) -> Tensor:
@@ -496,30 +441,31 @@ def assert_solved_as_one(name: str, size: float, width: int, kernels: list[str])
         mixed = 0.9 * (z.roll(1, 1) - 2 * (z.roll(1, 1) @ normal)[:, None] * normal)
         return torch.where(x[:, :1] == x[4, 0], torch.nan, torch.tanh(mixed) + 0.1 * z + x) * size
 
-    def of_parts(z: Tensor) -> Tensor:
-        return torch.cat(f(torch.cat(z.chunk(2), dim=1)).chunk(2, dim=1))
+    def in_halves(z0: Tensor) -> Solution:
+        solve = Solve(z0, replace(whole, state_group=Halves()))
+        solve.kernel = Kernel(kernel, parts=Halves())
+        return solve(lambda z: torch.cat(f(torch.cat(z.chunk(2), dim=1)).chunk(2, dim=1)), z0)
 
     whole = Options(solver=IN_HALVES[name], kernel="torch", trace=True)
     expected, z0 = Solve(x, whole)(f, torch.zeros_like(x)), torch.zeros(10, width).double()
     assert expected.status.tolist()[4] == Status.NONFINITE
     for kernel in kernels:
-        found = solve_of_parts(z0, whole, kernel)(of_parts, z0)
+        solution = in_halves(z0)
         for half in (slice(0, 5), slice(5, 10)):
-            assert torch.equal(found.status[half], expected.status), kernel
-            assert torch.equal(found.iterations[half], expected.iterations), kernel
+            assert torch.equal(solution.status[half], expected.status), kernel
+            assert torch.equal(solution.iterations[half], expected.iterations), kernel
         # Pairs in place of steps round otherwise.
         tolerance = 1e-12 if Kernel(kernel).has_broyden_step else 1e-10
-        assert_close(torch.cat(found.value.chunk(2), dim=1), expected.value, tolerance, kernel)
-        assert_close(found.trace[:, :5], expected.trace, 1e-6, kernel)
+        assert_close(torch.cat(solution.value.chunk(2), dim=1), expected.value, tolerance, kernel)
+        assert_close(solution.trace[:, :5], expected.trace, 1e-6, kernel)
         with pytest.raises(ValueError, match="z0 must be finite; it is not in 2 of 10 rows: 0, 5"):
-            solve_of_parts(z0, whole, kernel)(of_parts, z0.index_fill(0, torch.tensor([5]), torch.nan))
+            in_halves(z0.index_fill(0, torch.tensor([5]), torch.nan))
 
 
-@pytest.mark.parametrize("kernel", KERNELS_OF_PARTS[: 4 if INTERPRETED else 3])
+@pytest.mark.parametrize("kernel", ["torch", "cpp", "cuda", *["triton"] * INTERPRETED])
 def test_no_rows_are_stepped(emulated, kernel):
     for solver in IN_HALVES.values():
-        z = torch.zeros(0, 6)
-        state = solver.init(z, Kernel(kernel, parts=Halves()))
+        state = solver.init(torch.zeros(0, 6), Kernel(kernel, parts=Halves()))
         for k in range(3):
             solver.advance(state, torch.zeros(0, 6), k, k == 2)
         assert not len(state.status)
@@ -536,14 +482,14 @@ class Reductions:
         return self.all_reduce(*given, **more)
 
 
-def solved(block: DEQBlock, x: Tensor, gathered: Callable[[Tensor], Tensor]) -> tuple[Solution, list[Any], list[Any]]:
-    """Solution, statuses and iterations of both solves, and value and gradients of the whole samples."""
+def solved(block: DEQBlock, x: Tensor, gathered: Callable[[Tensor], Tensor]) -> tuple[list[Any], list[Any]]:
+    """Statuses and iterations of both solves; value and gradients of the whole samples."""
     x = x.clone().requires_grad_()
-    z, solution = block(x, return_solution=True)
+    z, forward = block(x, return_solution=True)
     z.nan_to_num().square().sum().backward()
-    exact = [each.status for each in (solution, block.backward_solution) if each is not None]
-    exact += [each.iterations for each in (solution, block.backward_solution) if each is not None]
-    return solution, exact, [gathered(z.detach()), gathered(x.grad), *(p.grad for p in block.parameters())]
+    solves = [solution for solution in (forward, block.backward_solution) if solution is not None]
+    exact = [numbers for solution in solves for numbers in (solution.status, solution.iterations)]
+    return exact, [gathered(z.detach()), gathered(x.grad), *(p.grad for p in block.parameters())]
 
 
 def spread(rank: int, count: int, path: Path, names: list[str]) -> None:
@@ -557,20 +503,18 @@ def spread(rank: int, count: int, path: Path, names: list[str]) -> None:
             x[2, 0, 0] = torch.nan
         whole = DEQBlock(Mixing(gain, None), solver, adjoint, kernel="torch", warn=False)
         parts = DEQBlock(Mixing(gain, dim), solver, adjoint, state_group=dist.group.WORLD, warn=False)
-        _, exact, (value, *grads) = solved(whole, x, lambda t: t)
         with torch.no_grad():
             before = reductions.count
             evaluations = parts(shard(x, dim), return_solution=True)[1].evaluations
             made = reductions.count - before
         assert name in ("auto", "broken") or made == evaluations * (1 + (solver.norm == "max")) - (solver.norm == "max")
-        _, exact_of_parts, (value_of_parts, *grads_of_parts) = solved(
-            parts, shard(x, dim), lambda t, dim=dim: Gathered.apply(t, dim)
-        )
-        for weight in grads_of_parts[1:]:
+        exact, (value, *grads) = solved(whole, x, lambda t: t)
+        exact_parts, (joined, *joined_grads) = solved(parts, shard(x, dim), lambda t, dim=dim: Gathered.apply(t, dim))
+        for weight in joined_grads[1:]:
             dist.all_reduce(weight)
-        assert all(map(torch.equal, exact_of_parts, exact)), name
-        assert_close(value_of_parts, value, 1e-14, name)
-        assert_close(grads_of_parts, grads, 1e-12, name)
+        assert all(map(torch.equal, exact_parts, exact)), name
+        assert_close(joined, value, 1e-14, name)
+        assert_close(joined_grads, grads, 1e-12, name)
     dist.destroy_process_group()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import tokenize
@@ -28,53 +27,45 @@ NO_PROSE = r"```.*?```|\]\([^)]*\)|``.*?``|`.*?`|\$\$.*?\$\$|\$.*?\$|\\\[.*?\\\]
 NO_PROSE += r"|\{%.*?%\}|\{\{.*?\}\}"  # of templates
 NO_PARAGRAPH = r"<!-- (?:numbers|findings).*?<!-- end of \w+ -->|<!--.*?-->|^=+ .*^=+ .*?$|^ *\w+ += .*?$"
 NO_PARAGRAPH += r"|^ *(?:\||>>>|\.\.\. |:|!!!|\?\?\?|---|python |pytest |PYTHONPATH).*?$"
-Text = tuple[int, str, bool]  # first line, text, whether the length of its sentences is limited
+PARAGRAPH = re.compile(r"\n(?=\s*\n|\s*(?:[-*+]|\d+\.|#+|[*\w, ]+:) )")
+STRING = re.compile(r"[rf]*(\"\"\"|\"|')(.*)\1", re.DOTALL)
 
 
 def masked(pattern: str, text: str) -> str:
     """Text with each match replaced by "x", and its line breaks kept."""
-    return re.sub(pattern, lambda found: "x" + "\n" * found[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(pattern, lambda match: "x" + "\n" * match[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
 
 
-def paragraphs(text: str, line: int = 1) -> Iterator[Text]:
-    """Paragraphs, headings, items of lists and descriptions of arguments; no code, tables or generated blocks."""
-    for part in re.split(r"\n(?=\s*\n|\s*(?:[-*+]|\d+\.|#+|[*\w, ]+:) )", masked(NO_PROSE, masked(NO_PARAGRAPH, text))):
-        yield line, part, True
-        line += part.count("\n") + 1
-
-
-def of_python(text: str) -> Iterator[Text]:
-    """Docstrings, other strings of at least three words, and comments."""
-    nodes = [*ast.walk(ast.parse(text))]
-    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
-        if node in docstrings and isinstance(node, ast.Constant):
-            yield from paragraphs(str(node.value), node.lineno)
-        elif isinstance(node, ast.Constant | ast.JoinedStr):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            string = "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in parts)
-            yield from [(node.lineno, string, False)] * (len(string.split()) > 2)
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    yield from ((one.start[0], masked(NO_PROSE, one.string), False) for one in tokens if one.type == tokenize.COMMENT)
-
-
-def of_cpp(text: str) -> Iterator[Text]:
-    yield from ((n, masked(NO_PROSE, line.partition("//")[2]), False) for n, line in enumerate(text.split("\n"), 1))
+def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """First line and text of every piece of prose, and whether the length of its sentences is limited."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        yield 1, masked(NO_PARAGRAPH, text), True
+    elif path.suffix == ".py":
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.STRING and (string := STRING.match(token.string)):
+                docstring = string[1] == '"""' and token.line.lstrip().startswith(('"""', 'r"""'))
+                prose = masked(NO_PARAGRAPH, string[2]) if docstring else masked(r"\{[^{}]*\}", string[2])
+                yield from [(token.start[0], prose, docstring)] * (len(prose.split()) > 2)
+            elif token.type == tokenize.COMMENT:
+                yield token.start[0], token.string, False
+    else:
+        yield from ((n, line.partition("//")[2], False) for n, line in enumerate(text.split("\n"), 1))
 
 
 def faults(path: Path) -> Iterator[str]:
-    for line, text, limited in {".md": paragraphs, ".py": of_python}.get(path.suffix, of_cpp)(path.read_text()):
-        for found in RULE.finditer(text):
-            yield f"{path.relative_to(ROOT)}:{line + text.count(chr(10), 0, found.start())}: {found[0]!r}"
-        for sentence in re.split(r"(?<!et al)(?<!e\.g)(?<!i\.e)[.!?][\"')*]*\s+", text.rstrip()) if limited else ():
+    for line, raw, limited in texts(path):
+        text = masked(NO_PROSE, raw)
+        for match in RULE.finditer(text):
+            yield f"{path.relative_to(ROOT)}:{line + text.count(chr(10), 0, match.start())}: {match[0]!r}"
+        sentences = re.split(r"(?<!et al)(?<!e\.g)(?<!i\.e)[.!?][\"')*]*\s+", "\n\n. ".join(PARAGRAPH.split(text)))
+        for sentence in sentences if limited else ():
             if (many := len(re.findall(r"[A-Za-z][\w'’-]+|\ba\b", sentence))) > MOST:
-                at = line + text.count("\n", 0, text.index(sentence.lstrip()))
-                yield f"{path.relative_to(ROOT)}:{at}: {many} words: {' '.join(sentence.split())}"
+                yield f"{path.relative_to(ROOT)}: {many} words: {' '.join(sentence.split())}"
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_plain_english(place):
     paths = [ROOT / place] if "." in place else sorted((ROOT / place).rglob("*"))
     read = [path for path in paths if path.suffix in KINDS and path not in LEFT_OUT]
-    found = [fault for path in read for fault in faults(path)]
-    assert read and not found, "\n".join(found)
+    assert read and not [fault for path in read for fault in faults(path)]

@@ -266,13 +266,13 @@ class TestPolicy:
     """The tolerance policy refuses what it should."""
 
     def test_close(self):
-        one = torch.ones(3)
-        assert_close({"a": one}, {"a": one * (1 + 1e-5)}, 1e-4)
-        for wrong in (one * 1.01, one[:2], torch.tensor([1.0, 1.0, NAN]), torch.tensor([1.0, 1.0, INF])):
+        ones = torch.ones(3)
+        assert_close({"a": ones}, {"a": ones * (1 + 1e-5)}, 1e-4)
+        for wrong in (ones * 1.01, ones[:2], torch.tensor([1.0, 1.0, NAN]), torch.tensor([1.0, 1.0, INF])):
             with pytest.raises(AssertionError):
-                assert_close({"a": wrong}, {"a": one}, 1e-4)
+                assert_close({"a": wrong}, {"a": ones}, 1e-4)
         with pytest.raises(AssertionError, match="structure"):
-            assert_close([one], {"a": one}, 1e-4)
+            assert_close([ones], {"a": ones}, 1e-4)
         assert_close(torch.tensor([INF, NAN]), torch.tensor([INF, NAN]), 0)
         with pytest.raises(AssertionError):
             assert_close(torch.tensor([INF]), torch.tensor([-INF]), 1.0)

@@ -52,7 +52,7 @@ def textbook(problem: FixedPoint, count: int, history: int, step: Callable) -> t
     return torch.stack(iterates)
 
 
-def of_broyden(relaxation: float, kind: str, g: torch.Tensor, pairs: deque) -> torch.Tensor:
+def broyden(relaxation: float, kind: str, g: torch.Tensor, pairs: deque) -> torch.Tensor:
     """By updates of a dense inverse Jacobian, rebuilt from -I on the newest pairs."""
     h = -torch.eye(g.shape[1], dtype=g.dtype).expand(len(g), -1, -1)
     for s, y in pairs:
@@ -62,7 +62,7 @@ def of_broyden(relaxation: float, kind: str, g: torch.Tensor, pairs: deque) -> t
     return -relaxation * (h @ g[:, :, None])[:, :, 0]
 
 
-def of_anderson(relaxation: float, kind: str, g: torch.Tensor, pairs: deque) -> torch.Tensor:
+def anderson(relaxation: float, kind: str, g: torch.Tensor, pairs: deque) -> torch.Tensor:
     """gamma by least squares on the residuals (II) or by S^T Y gamma = S^T g (I)."""
     if not pairs:
         return relaxation * g
@@ -101,10 +101,10 @@ class TestIterates:
     @pytest.mark.parametrize(
         ("solver", "kind", "step"),
         [
-            (Broyden, "good", of_broyden),
-            (Broyden, "bad", of_broyden),
-            (partial(Anderson, ridge=0.0), "I", of_anderson),
-            (partial(Anderson, ridge=0.0), "II", of_anderson),
+            (Broyden, "good", broyden),
+            (Broyden, "bad", broyden),
+            (partial(Anderson, ridge=0.0), "I", anderson),
+            (partial(Anderson, ridge=0.0), "II", anderson),
         ],
     )
     @pytest.mark.parametrize(("relaxation", "history"), [(1.0, COUNT), (0.7, 3), (1.0, 1)])
@@ -167,8 +167,8 @@ def test_contractions_of_any_scale(name, norm, dtype, kernel, device):
     assert_close(solution.residual_abs.cpu() / scales, absolute, rounding(torch.float32) / 1e-3)
     inverse = torch.linalg.inv(torch.eye(6) - matrix)
     condition = float(torch.linalg.matrix_norm(inverse, order))
-    for one, fixed in zip(value, unit @ inverse.T, strict=True):
-        assert_close(one, fixed, after_solve(1e-3, condition))
+    for row, fixed in zip(value, unit @ inverse.T, strict=True):
+        assert_close(row, fixed, after_solve(1e-3, condition))
 
 
 @pytest.mark.covering(0)
@@ -198,44 +198,13 @@ def test_a_window_is_as_long_as_a_gpu_kernel_holds(name):
     assert solve(problem.f, problem.z0, longer, "cpp").converged.all()
 
 
-# Solver, argument, and values that are out of its range or of another type.
-BAD_ARGUMENTS = [
-    (Picard, "rtol", [-1e-3, 1, 40, math.nan, math.inf], ["small", True, None]),
-    (Picard, "max_iter", [0, -3], [2.0, True]),
-    (Picard, "atol", [-1e-9], ["small"]),
-    (Anderson, "atol", [1e18], []),
-    (Picard, "norm", [2, "l1"], []),
-    (Anderson, "history_size", [0, -1], [2.5]),
-    (Broyden, "history_size", [0, -1], [2.5]),
-    (Anderson, "history_dtype", [torch.float16, "bfloat16"], []),
-    (Broyden, "history_dtype", [torch.float16, "bfloat16"], []),
-    *[(kind, "relaxation", [0.0, 2.5, math.nan], ["1", None, [1]]) for kind in (Picard, Anderson, Broyden)],
-    (Anderson, "ridge", [-1e-9, 1.5], [None]),
-    (Anderson, "kind", ["III", 2], []),
-    (Broyden, "kind", ["best"], []),
-]
-
-
-@pytest.mark.parametrize(("solver", "argument", "out_of_range", "of_another_type"), BAD_ARGUMENTS)
-def test_bad_arguments_are_named_with_their_value(solver, argument, out_of_range, of_another_type):
-    for error, values in ((ValueError, out_of_range), (TypeError, of_another_type)):
-        for value in values:
-            with pytest.raises(error) as raised:
-                solver(**{argument: value})
-            assert str(raised.value).startswith(f"{argument} must be ") and repr(value) in str(raised.value)
-
-
-def test_the_tolerances():
-    for kind in (Picard, Anderson, Broyden):
-        with pytest.raises(ValueError, match="rtol and atol must not both be 0"):
-            kind(rtol=0.0)
-    for given, expected in (
-        ((1e-2, 1e-4), (1e-2, False, 1e-2)),
-        ((0, 1e-4), (1e-4, True, 0.0)),
-        ((0, 1e30), (1e30, True, 0.0)),
-    ):
-        solver = Picard(rtol=given[0], atol=given[1])
-        assert (solver.tol, solver.is_absolute, solver.offset) == expected
+@pytest.mark.parametrize(
+    ("rtol", "atol", "kept"),
+    [(1e-2, 1e-4, (1e-2, False, 1e-2)), (0, 1e-4, (1e-4, True, 0)), (0, 1e30, (1e30, True, 0))],
+)
+def test_the_tolerances(rtol, atol, kept):
+    solver = Picard(rtol=rtol, atol=atol)
+    assert (solver.tol, solver.is_absolute, solver.offset) == kept
 
 
 def test_a_solver_of_your_own_says_what_it_lacks():
@@ -257,6 +226,6 @@ def test_what_your_own_advance_returns_has_no_meaning(kernel):
             return state
 
     expected = solve(torch.cos, torch.zeros(2, 3), Picard(), kernel)
-    assert solve(torch.cos, torch.zeros(2, 3), Own(), kernel).evaluations == expected.evaluations
-    dropping = solve(lambda z, rows: z.cos(), torch.zeros(2, 3), Own(), kernel, drop_converged=True)
-    assert torch.equal(dropping.value, expected.value)
+    for dropping in (False, True):
+        solution = solve(lambda z, rows=None: z.cos(), torch.zeros(2, 3), Own(), kernel, drop_converged=dropping)
+        assert torch.equal(solution.value, expected.value) and solution.evaluations == expected.evaluations

@@ -34,14 +34,11 @@ class TestGraphs:
         with pytest.raises(RuntimeError, match="shape"):
             autograd.vjp([z.mean(dim=1, keepdim=True)], [z], [torch.ones(3, 4)])
 
-    def test_nodes_of_a_thread_are_numbered_in_the_order_of_their_recording(self):
+    def test_nodes_are_numbered_in_the_order_of_their_recording_and_end_in_one_that_knows_its_leaf(self):
         x = torch.ones(2, requires_grad=True)
         before, number, after = x.exp(), next_node(), x.exp()
         assert node_of(before)._sequence_nr() < number == node_of(after)._sequence_nr()
-
-    def test_a_leaf_ends_a_graph_by_a_node_that_knows_it(self):
-        x = torch.ones(2, requires_grad=True)
-        node, _ = node_of(x.exp()).next_functions[0]
+        node, _ = node_of(before).next_functions[0]
         assert node.name() == "torch::autograd::AccumulateGrad" and node.variable is x
 
     def test_autocast_keeps_the_cast_of_a_weight(self):
@@ -53,7 +50,7 @@ class TestGraphs:
             (cast, _) = node_of(x @ weight).next_functions[1]
         assert cast.name() == "ToCopyBackward0" and cast._sequence_nr() < begin
 
-    def test_what_a_cell_holds_is_found(self):
+    def test_what_a_cell_holds_is_seen(self):
         z, weight, x = (torch.ones(2, requires_grad=True) for _ in range(3))
         older = weight.exp()
         begin = next_node()
@@ -62,15 +59,10 @@ class TestGraphs:
 
     @pytest.mark.parametrize("keeps", [False, True])
     def test_a_backward_pass_tells_whether_it_keeps_its_graph(self, keeps):
+        """Its context is the node; compiled autograd gives a copy in its place."""
         x = torch.ones(2, requires_grad=True)
         Doubled.apply(x).sum().backward(retain_graph=keeps)
-        assert Doubled.seen[1] == keeps
-
-    def test_the_context_of_a_backward_pass_is_the_node(self):
-        """Compiled autograd gives a copy in its place."""
-        x = torch.ones(2, requires_grad=True)
-        Doubled.apply(x).sum().backward()
-        assert issubclass(Doubled.seen[0], BackwardCFunction)
+        assert Doubled.seen[1] == keeps and issubclass(Doubled.seen[0], BackwardCFunction)
 
     def test_a_hook_that_has_been_replaced_is_called(self):
         x, calls = torch.ones(2, requires_grad=True), []
@@ -101,14 +93,14 @@ class TestGraphs:
 
 class TestTransforms:
     def test_transforms_are_seen(self):
-        def asked(x):
+        def watched(x):
             seen.append((transforms.in_torch_func(), transforms.in_reverse_mode(), transforms.is_wrapped(x)))
             return x.sum()
 
         seen = []
-        asked(torch.ones(2))
-        torch.vmap(asked)(torch.ones(2, 3))
-        torch.func.grad(asked)(torch.ones(2))
+        watched(torch.ones(2))
+        torch.vmap(watched)(torch.ones(2, 3))
+        torch.func.grad(watched)(torch.ones(2))
         assert seen == [(False, False, False), (True, False, True), (True, True, True)]
 
     def test_forward_mode_is_seen(self):

@@ -67,20 +67,20 @@ def kernel_of(item: pytest.Item) -> Any:
 
 def entries(item: pytest.Item) -> dict[str, Any]:
     """Entries {names: values} of the parametrized fixtures, and of each `parametrize`, of this case."""
-    left, found = dict(parameters(item)), {}
+    fixtures, tables = dict(parameters(item)), {}
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0]
         names = names.replace(",", " ").split() if isinstance(names, str) else names
-        found[" ".join(names)] = [left.pop(name) for name in names]
-    return found | left
+        tables[" ".join(names)] = [fixtures.pop(name) for name in names]
+    return tables | fixtures
 
 
 def families(items: Iterable[pytest.Item], key: Callable[[pytest.Item], Any] = lambda item: None) -> list:
     """The cases of each test, apart if their keys differ."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for item in items:
-        found[item.nodeid.partition("[")[0], key(item)].append(item)
-    return list(found.values())
+        groups[item.nodeid.partition("[")[0], key(item)].append(item)
+    return list(groups.values())
 
 
 def strength(item: pytest.Item) -> int:

@@ -15,11 +15,10 @@ import deqfast
 
 from .calls import call_case
 from .collapse import collapse_case
-from .digits import digits_case
 from .entry import Case
 from .maps import NEVER
 from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
-from .options import compact, compiled, compiled_solve, eval_solver, gradient, kinds, streaming
+from .options import gradient
 from .rivals import dense, elementwise, rival_case
 from .solves import fc_case, solve_case
 from .textbook import textbook_case
@@ -103,34 +102,11 @@ def collapse() -> Iterator[Case]:
 
 
 LOOSE = deqfast.Broyden(1e-4, 60)
-CORRECTED = deqfast.Phantom(steps=3, relaxation=0.8)
 OPTIONS = (
-    compact(256, 1024),
-    compact(256, 1024, rates=(0.8, 0.8)),
-    eval_solver(128, 256),
     gradient("fc", FC, LOOSE),
     gradient("linear", FC, LOOSE),
     gradient("residual", (8, 32, 8, 8), LOOSE),
     gradient("residual", (8, 32, 8, 8), deqfast.Anderson(1e-4, 60)),
-    *(kinds(problem) for problem in ("linear-0.9", "non-normal", "tanh")),
-    kinds("sawtooth", dim=12),
-    *(kinds(f"{name}, b 1") for name in ("gaussian 0.7", "decaying 0.99", "outliers outside")),
-    kinds("tanh decaying 0.99, b 1"),
-    *(
-        compiled_solve(*size, deqfast.Anderson(1e-5, 40), trains)
-        for size in ((1, 64), (2048, 256))
-        for trains in (False, True)
-    ),
-    *(compiled(*size, adjoint) for size in ((512, 64), (2048, 256)) for adjoint in ("jfb", "implicit")),
-    streaming(50_000, 512),
-    digits_case("halt", {"halt-1e-3": {"told": {"moves": 1e-3}}, "tol-1e-3": {}, "tol-1e-1": {"told": {"tol": 1e-1}}}),
-    digits_case("penalty", {"penalty-10": {"penalty": 10.0}, "penalty-1": {"penalty": 1.0}, "none": {}}),
-    digits_case(
-        "dropout", {"dropout-0.2": {"dropout": 0.2}, "dropout-0.3": {"dropout": 0.3}, "none": {}}, 200, 5, images=200
-    ),
-    digits_case(
-        "trajectory", {"trajectory": {"adjoint": CORRECTED, "on_the_way": True}, "z-star": {"adjoint": CORRECTED}}
-    ),
 )
 CALLS = [
     call_case(shape, solver, mode)
@@ -160,10 +136,5 @@ SMALL: list[Case] = [
     training_case("fc", (3, 16), "jfb", PICARD),
     call_case((2, 16), deqfast.Anderson, "implicit"),
     collapse_case(60, 9, 3),
-    compact(16, 32),
-    eval_solver(4, 16),
     gradient("fc", (3, 16), LOOSE),
-    kinds("linear-0.9", 2, 16),
-    streaming(100, 9),
-    digits_case("halt", {"halt": {"told": {"moves": 1e-3}, "penalty": 1.0, "dropout": 0.2, "on_the_way": True}}, 2, 1),
 ]

@@ -1,6 +1,6 @@
-"""Classical problems in float64: 23 systems of equations F(x) = 0, and 18 fixed points from tests of JAX's libraries.
+"""Classical problems in float64: 23 systems of equations F(x) = 0.
 
-The systems have the formulas, dimensions and starts of SciML's NonlinearProblemLibrary.jl (DiffEqProblemLibrary.jl
+They have the formulas, dimensions and starts of SciML's NonlinearProblemLibrary.jl (DiffEqProblemLibrary.jl
 3a01732). They go back to Moré, Garbow and Hillstrom, ACM TOMS 7 (1981), by way of Burkardt's ``test_nonlin``. SciML
 differs from ``test_nonlin`` in four of them, and SciML's form is kept, so that its published results compare:
 
@@ -8,11 +8,6 @@ differs from ``test_nonlin`` in four of them, and SciML's form is kept, so that 
 - 7: the start is (2 i - n) / (n + 1) instead of (2 i - 1 - n) / (n + 1).
 - 10: the second sum begins at j = k instead of k + 1, so that the term j = k counts twice.
 - 23: the nodes are i / n instead of (2 i - 1) / (2 n).
-
-The fixed points are those of optimistix (tests/helpers.py at 6415ab1, ``fixed_point_fn_init_args``, 10) and of jaxopt
-(tests of fixed_point_iteration, anderson and broyden at 2de13bf: 8 different maps). Left out are the same maps with
-another start or size, and the equations that optimistix solves by bisection. Random weights have the same
-distributions, not the same numbers. Plain iteration diverges on the nonlinear heat equation, in optimistix too.
 """
 
 from __future__ import annotations
@@ -29,10 +24,7 @@ Map = Callable[[Tensor], Tensor]  # of rows (B, n)
 
 @dataclass(frozen=True)
 class Classical:
-    """A map of rows (B, n) in float64, where a solve starts (n,), and a solution if one is known.
-
-    map: F of F(x) = 0, or f of z = f(z).
-    """
+    """F of F(x) = 0 for rows (B, n) in float64, where a solve starts (n,), and a root if one is known."""
 
     name: str
     map: Map
@@ -215,97 +207,3 @@ EQUATIONS = (
     Classical("Boggs", columns(boggs), numbers(1, 0), numbers(0, 1)),
     Classical("Chandrasekhar H-equation", chandrasekhar, constant(10, 1)),
 )
-
-DIM = 28  # of optimistix' states: trees of (3, 2, 4) and 4 numbers
-STEP = 1 / 16  # of the linear midpoint rules
-
-
-def weights() -> dict[str, Tensor]:
-    """The random numbers of the fixed points, distributed as in the tests."""
-    generator = torch.Generator().manual_seed(0)
-
-    def uniform(*shape: int, low: float) -> Tensor:
-        return low + (1 - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    matrix = uniform(200, 200, low=-1)
-    matrix = matrix + matrix.T
-    return {
-        "normal": torch.randn(DIM, DIM, generator=generator, dtype=torch.float64),
-        "in": uniform(8, DIM, low=-1) / DIM**0.5,
-        "in bias": uniform(8, low=-1) / DIM**0.5,
-        "out": uniform(DIM, 8, low=-1) / 8**0.5,
-        "out bias": uniform(DIM, low=-1) / 8**0.5,
-        "contraction": matrix / (2 * torch.linalg.eigvalsh(matrix)[-1].abs() + 1e-4),
-        "shift": uniform(200, low=0),
-        "rotation start": uniform(14, low=0),
-    }
-
-
-def nonlinear_heat(z: Tensor) -> Tensor:
-    """A step of Crank and Nicolson for y' = (1 - y) Ly from y = x^2, with optimistix' L, a sum of three values."""
-    x = torch.linspace(-1, 1, 100, dtype=torch.float64)
-
-    def slope(y: Tensor) -> Tensor:
-        sums = (y[..., 2:] + y[..., 1:-1] + y[..., :-2]) / (x[1] - x[0])
-        return (1 - y) * torch.nn.functional.pad(sums, (1, 1))
-
-    return x**2 + 0.5 * (slope(z) + slope(x**2))
-
-
-def robertson(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
-    """Robertson's stiff reaction: the rates of change."""
-    slow, fast, back = 0.04 * a, 3e7 * b**2, 1e4 * b * c
-    return back - slow, slow - fast - back, fast
-
-
-def sine_and_cube(z: Tensor) -> Tensor:
-    """sin(z) z^2 on the first three; z^3 on the next two; -z on the rest."""
-    return torch.cat([z[:, :3].sin() * z[:, :3] ** 2, z[:, 3:5] ** 3, -z[:, 5:]], 1)
-
-
-def rotation(z: Tensor) -> Tensor:
-    """Seven planes, each turned by its angle around the point (1, ..., 14): no contraction."""
-    angles = math.pi / numbers(2, 3, 4, 5, 6, 1.27, 1.73)
-    a, b = (z - count(14)).unflatten(1, (7, 2)).unbind(-1)
-    turned = torch.stack([angles.cos() * a - angles.sin() * b, angles.sin() * a + angles.cos() * b], -1)
-    return turned.flatten(1) + count(14)
-
-
-def fixed_points() -> tuple[Classical, ...]:
-    """The ten of optimistix, then the eight of jaxopt."""
-    w, half, reaction = weights(), constant(DIM, 0.5), columns(robertson)
-    theta, rates = numbers(0, math.pi / 2), numbers(0.9, 0.99, 0.999)
-    mixed = numbers(0.6, 0, -0.1, 0.7, 0.5)
-    cosine = 0.7390851332151607
-
-    def network(z: Tensor) -> Tensor:
-        hidden = torch.nn.functional.softplus(z @ w["in"].T + w["in bias"])
-        return 0.1 * (hidden @ w["out"].T + w["out bias"])
-
-    def linear(z: Tensor) -> Tensor:
-        return z @ w["normal"].T
-
-    return (
-        Classical("Cosine", torch.cos, half, constant(DIM, cosine)),
-        Classical("Exponential", lambda z: torch.exp(-z), half, constant(DIM, 0.5671432904097838)),
-        Classical("Network", network, half),
-        Classical("Nonlinear heat", nonlinear_heat, constant(100, 1)),
-        Classical("Midpoint y, linear", lambda z: STEP * linear(0.5 * z), half, 0 * half),
-        Classical("Midpoint f, linear", lambda z: linear(STEP * z), half, 0 * half),
-        Classical("Midpoint k, linear", lambda z: STEP * linear(z), half, 0 * half),
-        Classical("Midpoint y, Robertson", lambda z: 1e-8 * reaction(0.5 * z), constant(3, 1), constant(3, 0)),
-        Classical("Midpoint f, Robertson", lambda z: reaction(1e-8 * z), constant(3, 1), constant(3, 0)),
-        Classical("Midpoint k, Robertson", lambda z: 1e-8 * reaction(z), constant(3, 1), constant(3, 0)),
-        Classical("Geometric decay", lambda z: rates * z, numbers(1, 0.4, -0.2), constant(3, 0)),
-        Classical("Sine and cube", sine_and_cube, mixed, 0 * mixed),
-        Classical(
-            "Sine, cube, reflection", sine_and_cube, torch.cat([mixed, numbers(-1, 0, 2, -0.4) / 3]), constant(9, 0)
-        ),
-        Classical(
-            "Cosine and shift", lambda z: z.cos() + theta, numbers(0.3, math.pi / 4), numbers(cosine, math.pi / 2)
-        ),
-        Classical("Halfway to 1", lambda z: 0.5 * z + 0.5, numbers(0), numbers(1)),
-        Classical("Rotation", rotation, w["rotation start"], count(14)),
-        Classical("Flat landscape", lambda z: numbers(0.05, 0.2) * z, numbers(1, -0.5), constant(2, 0)),
-        Classical("Affine contraction", lambda z: z @ w["contraction"].T + w["shift"], constant(200, 0)),
-    )

@@ -26,17 +26,19 @@ from tabulate import tabulate
 
 from deqfast import _extension
 
+# Kinds of instructions that ``CompiledKernel`` counts, in the order of its fields.
+INSTRUCTIONS = ("BAR.SYNC", r"LDG\.E[.\w]*\.128|LDGSTS[.\w]*\.128", r"STG\.E[.\w]*\.128", r"STG\.E[.\w]*\.U16")
+USAGE = re.compile(r"arch = (\S+)| Function (\w+):|  REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
-def find_cuobjdump() -> Path | None:
+
+def cuobjdump() -> Path | None:
     """Path of the tool; None if this triton does not include it."""
     spec = importlib.util.find_spec("triton")
     tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
     return tool if tool and tool.is_file() else None
 
 
-CUOBJDUMP = find_cuobjdump()
-THREADS = 256  # of a block of the steps
-STEPS = ("picard_", "multisecant_")  # kernels whose order of loads is examined
+CUOBJDUMP = cuobjdump()
 
 
 class Unavailable(Exception):
@@ -67,8 +69,7 @@ class CompiledKernel:
 
     registers: per thread. stack: bytes per thread, which include spilled registers. shared: bytes per block. barriers:
     instructions in its code. wide_loads, wide_stores: instructions for 16 bytes of global memory. short_stores: those
-    for two bytes. flights, for steps of the solvers: bytes per thread of loads from global memory that are under
-    way at the same time. They are in the order of the code, and one load of each has 16 bytes.
+    for two bytes.
     """
 
     name: str
@@ -80,17 +81,6 @@ class CompiledKernel:
     wide_loads: int
     wide_stores: int
     short_stores: int
-    flights: list[int]
-
-    @property
-    def in_flight(self) -> list[int]:
-        """Bytes of each flight per multiprocessor of sm_90: 65536 registers, 2048 threads, 227 KiB of shared memory.
-
-        If blocks of 512 threads fit, a single one has as many as two of 256.
-        """
-        registers = -(-self.registers // 8) * 8 * THREADS  # allocated in units of eight
-        blocks = min(65536 // registers, 2048 // THREADS, 227 * 1024 // (self.shared + 1024))
-        return [blocks * THREADS * flight for flight in self.flights]
 
 
 def demangle(names: list[str]) -> dict[str, str]:
@@ -110,92 +100,45 @@ def cuda_kernels() -> list[CompiledKernel]:
     if CUOBJDUMP is None or shutil.which("c++filt") is None:
         raise Unavailable("triton's cuobjdump or c++filt is missing")
     path = Path(str(_extension.cuda_module.__file__))
-    found = read_once(path.read_bytes(), lambda: [astuple(kernel) for kernel in _disassemble(str(path))])
-    return [CompiledKernel(*kernel) for kernel in found]
+    rows = read_once(path.read_bytes(), lambda: [astuple(kernel) for kernel in _disassemble(str(path))])
+    return [CompiledKernel(*row) for row in rows]
 
 
 def _disassemble(path: str) -> list[CompiledKernel]:
-    usage, (instructions, flights) = resources(path), _instructions(path)
+    usage, counts = resources(path), _instructions(path)
     names = demangle(sorted({name for name, _ in usage}))
     if len(set(names.values())) < len(names):
         raise RuntimeError("two kernels of the CUDA extension have one name")
-    found = []
-    for key, (registers, stack, shared) in usage.items():
-        barriers, loads, stores, short_stores = (of_kind[key] for of_kind in instructions)
-        counts = registers, stack, shared, barriers, loads, stores, short_stores
-        found.append(CompiledKernel(names[key[0]], key[1], *counts, flights[key]))
-    return sorted(found)
+    return sorted(
+        CompiledKernel(names[name], arch, *numbers, *(counts[kind, name, arch] for kind in INSTRUCTIONS))
+        for (name, arch), numbers in usage.items()
+    )
 
 
 def resources(path: str) -> dict[tuple[str, str], tuple[int, int, int]]:
     """(mangled name, "sm_90") -> registers, stack, shared memory."""
     usage, architecture, name = {}, "", ""
-    for line in _dump("--dump-resource-usage", path):
-        if line.startswith("arch = "):
-            architecture = line.split()[-1]
-        elif match := re.match(r" Function (\w+):", line):
-            name = match.group(1)
-        elif match := re.match(r"  REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
-            registers, stack, shared = map(int, match.groups())
+    for match in filter(None, map(USAGE.match, _dump("--dump-resource-usage", path))):
+        architecture, name = match[1] or architecture, match[2] or name
+        if match[3]:
+            registers, stack, shared = map(int, match.groups()[2:])
             usage[name, architecture] = registers, stack, shared
     return usage
 
 
-def _instructions(path: str) -> tuple[list[Counter[tuple[str, str]]], dict[tuple[str, str], list[int]]]:
-    """Number of each kind of instruction of ``CompiledKernel``, and flights, by mangled name and architecture."""
-    kinds = ("BAR.SYNC", r"LDG\.E[.\w]*\.128|LDGSTS[.\w]*\.128", r"STG\.E[.\w]*\.128", r"STG\.E[.\w]*\.U16")
-    patterns = [re.compile(kind) for kind in kinds]
-    counts: list[Counter[tuple[str, str]]] = [Counter() for _ in kinds]
+def _instructions(path: str) -> Counter[tuple[str, str, str]]:
+    """Number of instructions of each kind, by mangled name and architecture."""
+    counts: Counter[tuple[str, str, str]] = Counter()
     architecture, name = "", ""
-    flights: dict[tuple[str, str], list[int]] = {}
-    reader: Loads | None = None
     for line in _dump("-sass", path):
-        if reader is not None and (reader.loading or "LDG" in line):
-            reader.see(line)
         if "BAR.SYNC" in line or ".128" in line or ".U16" in line:
-            for pattern, count in zip(patterns, counts, strict=True):
-                count[name, architecture] += bool(pattern.search(line))
+            for kind in INSTRUCTIONS:
+                counts[kind, name, architecture] += bool(re.search(kind, line))
         elif line.startswith("arch = "):
             architecture = line.split()[-1]
         elif "Function : " in line:
             name = line.split()[-1]
-            reader = Loads() if any(step in name for step in STEPS) else None
-            flights[name, architecture] = reader.flights if reader else []
-    return counts, flights
-
-
-class Loads:
-    """Loads from global memory under way, at each line of a kernel's code, regardless of branches.
-
-    An instruction that names a register of a load waits for it, and for those issued before it. When none is left, a
-    flight has ended.
-    """
-
-    def __init__(self) -> None:
-        self.loading: list[tuple[range, int]] = []  # registers and bytes of each load, in the order of issue
-        self.flights: list[int] = []
-        self.most = 0
-
-    def see(self, line: str) -> None:
-        """Read the next line."""
-        code, load = line.partition(";")[0], _LOAD.search(line)
-        named = {int(register) for register in _REGISTER.findall(code[load.end() :] if load else code)}
-        for i in reversed(range(len(self.loading))):
-            if not named.isdisjoint(self.loading[i][0]):
-                del self.loading[: i + 1]
-                break
-        if load:
-            size, first = {"U8": 1, "U16": 2, "64": 8, "128": 16}.get(load[1], 4), int(load[2])
-            self.loading.append((range(first, first + max(1, size // 4)), size))
-            if any(size == 16 for _, size in self.loading):
-                self.most = max(self.most, sum(size for _, size in self.loading))
-        elif self.most and not self.loading:
-            self.flights.append(self.most)
-            self.most = 0
-
-
-_LOAD = re.compile(r"LDG\.E(?:\.\w+)*?(?:\.(U8|U16|64|128))?(?:\.CONSTANT)? R(\d+),")
-_REGISTER = re.compile(r"\bR(\d+)\b")
+    return counts
 
 
 def _dump(option: str, path: str) -> Iterator[str]:
@@ -214,8 +157,7 @@ def main() -> None:
         kernels = cuda_kernels()
     except Unavailable as reason:
         sys.exit(str(reason))
-    rows = [asdict(one) | {"flights": f"{max(one.in_flight, default=0) / 1024:.0f} KB in flight"} for one in kernels]
-    print(tabulate(rows, headers="keys", tablefmt="plain"))
+    print(tabulate(map(asdict, kernels), headers="keys", tablefmt="plain"))
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
         key = row["section"], row["case"], row["provider"]
         if key[:2] == ("sweeps", "decision"):
             yield f"constants of the sweeps: {row['chosen']}; slower than allowed: {row['slow'] or 'none'}"
-        if row["section"] == "sweeps" and row.get("predicted"):
+        if row["section"] == "sweeps" and "us" in row:
             times = ", ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
-            yield "{}: {} us, predicted {:.0f} to {:.0f}".format(row["case"], times, *row["predicted"])
+            yield f"{row['case']}: {times} us"
         if "fault" in row:
             yield f"{FAULT} {' '.join(key)}: {row['fault']}"
         if key in PREDICTED and "ms" in row:
@@ -258,24 +258,6 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
         seconds[length] = [seconds_of_calls(launch, 50, "cuda", True) for _ in range(5)]
     each = [(long - short) / 100 for long, short in zip(seconds[101], seconds[1], strict=True)]
     return [row_of("probe", case, "device", **columns_of(each))]
-
-
-def first_look(place: Place) -> Rows:
-    """Every fourth case of every kernel, compared with the reference."""
-    import first_look as looks
-
-    for kernel in ("torch",) if place.small else ("cuda", "triton"):
-        get = looks.op_of(kernel)
-        named = {name: check for family in looks.FAMILIES for name, check in family(kernel)}
-        for name in sorted(looks.few(kernel, [*named]), key=[*named].index):
-            if place.small and "301x37" not in name or place.has("first look", name, kernel):
-                continue
-            row = row_of("first look", name, kernel)
-            try:
-                named[name](get)
-            except Exception as error:
-                row |= fault(error)
-            yield [row]
 
 
 def bits(place: Place) -> Rows:

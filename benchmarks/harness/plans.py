@@ -31,7 +31,6 @@ def short(small: bool) -> tuple[Phase, ...]:
     return (
         EXTENSION,
         Phase("probe", 40, "what launches, graphs and passes of a loop cost: the design", "harness.phases:probe"),
-        Phase("first_look", 90, "whether every kernel is right", "harness.phases:first_look"),
         Phase("bits", 40, "go or no-go of the loop on the device: bits of the eager loop", "harness.phases:bits"),
         Phase("loops", 60, "the targets of a solve in one launch", "harness.phases:loops"),
         Phase("whole", 60, "the target of a training step in one launch", "harness.phases:whole_steps"),
@@ -56,18 +55,18 @@ def checks(small: bool) -> tuple[Phase, ...]:
     required = "DEQFAST_REQUIRE=" + ("" if small else "cuda,triton")  # else tests without a GPU would be skipped
     pytest: Words = ("env", required, "python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
     pytest += ("-n", str(min(os.cpu_count() or 1, 12))) if find_spec("xdist") and not small else ()
-    look: Words = ("python", "benchmarks/first_look.py", "--few", "--kernel")
     chosen, ignored = "(cuda or triton) and not emulated", tuple(f"--ignore=tests/{path}" for path in ELSEWHERE)
     smoke: Words = ("env", "DEQFAST_SMOKE=1", *pytest, *OPS, "-k", chosen)
     every: Words = (*pytest, "tests", "-k", chosen.replace("triton", "triton or graphs"), *ignored)
     # Without a memory pool, so that every tensor has its own bounds.
     watch: Words = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "99")
     watch += ("--report-api-errors", "no", "--tool")
-    look_at: Words = (*look, "cuda")
+    watched: Words = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--fast", *OPS)
+    watched += ("-k", "cuda and not emulated")
     if small:
         smoke = every = (*pytest, "tests/test_packing.py")
-        watch, look_at = ("env", "-u"), (*look, "torch", "--only", "301x37")  # -u takes a name, as --tool does
-    sanitized = {tool: (*watch, tool, *look_at) for tool in SANITIZERS}
+        watch, watched = ("env", "-u"), smoke[2:]  # -u takes a name, as --tool does
+    sanitized = {tool: (*watch, tool, *watched) for tool in SANITIZERS}
     return (
         EXTENSION,
         Phase("smoke", 90, "whether every kernel agrees with the reference", smoke),

@@ -134,7 +134,7 @@ def suite(name: str, batch: int = SUITE_BATCH) -> list[Problem]:
     return [fully_connected(f"{name}, b {scale:g}", weight, scale * bias, activation) for scale in SCALES]
 
 
-def of_cell(name: str, cell: nn.Module, injection: Tensor, z0: Tensor) -> Problem:
+def cell_problem(name: str, cell: nn.Module, injection: Tensor, z0: Tensor) -> Problem:
     """Fixed-point problem of a cell (z, x) -> z with its present weights."""
     cell.requires_grad_(False)
     exact_cell, exact_injection = copy.deepcopy(cell).double(), injection.double()

@@ -1,13 +1,12 @@
 """Which constants of ``deqfast.kernels.config`` make Triton's sweeps over the history fastest on this GPU.
 
-``run`` times full windows with every value of a constant, and CUDA's kernels and a prediction next to them.
-``decide`` states the decision. Processes compile the kernels side by side before anything is timed.
+``run`` times full windows with every value of a constant, and CUDA's kernels next to them. ``decide`` states the
+decision. Processes compile the kernels side by side before anything is timed.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import traffic
 from .entry import Case, Contender
 from .ops import step_case, transposed_case
 from .record import Row
@@ -27,36 +25,7 @@ from .timing import in_turns
 
 TOLERANCE = 0.03  # of the least time: the first value within it is taken
 CUDA_LEAD = 1.3  # a kernel of Triton may take this many times as long as CUDA's
-# Longest times in us, measured before the sweeps were rewritten or halfway to the prediction.
-LIMITS = {
-    "broyden-n18-step-128x8192": 150.0,
-    "broyden-n20-transposed-1x65536": 40.0,
-    "broyden-n20-transposed-128x256": 20.0,
-}
-# The model of a kernel on an H100, in us: see ``predicted``. The first two numbers are fitted to the kernels before.
-LATENCY, BARRIER, BYTES_PER_US = 0.5, 0.1, 22.7e3
-H100_MULTIPROCESSORS, REGISTERS = 132, 65536
-CASE = re.compile(r"(broyden|anderson)-[nm](\d+)(-bf16)?-(step|transposed)-(\d+)x(\d+)")
 BF16 = torch.bfloat16
-
-
-class Known(NamedTuple):
-    """Of kernels: us at D = 256 before they were rewritten, barriers that this saved, and barriers per round of loops.
-
-    Barriers are read from the machine code. Those of the elimination's loop count once per pair.
-    """
-
-    us: float
-    saved: int
-    sweeps: tuple[int, int]
-
-
-KNOWN = {
-    "broyden": Known(37.5, 223, (0, 1)),
-    "anderson": Known(11.0, 20, (1, 1)),
-    "anderson-bf16": Known(10.8, 20, (1, 4)),
-    "transposed": Known(16.1, 130, (0, 0)),
-}
 LAST_STAGE, ONE, MDEQ, FC = (128, 8192), (1, 65536), (32, 65536), (128, 256)
 
 
@@ -85,7 +54,7 @@ CHOICES = {  # the most decisive first
 
 @contextmanager
 def setting(constant: str, value: Any) -> Iterator[None]:
-    """Plans made here have this value of a constant, or of another name of ``config``."""
+    """Plans made here have this value of a constant of ``config``."""
     from deqfast.kernels import config, multisecant_step
 
     before = getattr(config, constant)
@@ -98,40 +67,6 @@ def setting(constant: str, value: Any) -> Iterator[None]:
         setattr(config, constant, before)
 
 
-def predicted(case: Case) -> tuple[float, float] | None:
-    """Least and most us of a case on an H100, by a model; None for float64, which was not timed before.
-
-    The model begins with the time at D = 256 before. Further rounds take ``LATENCY`` and ``BARRIER`` each. The further
-    bytes of the busiest multiprocessor take 1 us per ``BYTES_PER_US``. Least: without ``BARRIER`` per saved barrier.
-    Launches that a case has more than before, or more than at D = 256, are left out.
-    """
-    from deqfast.kernels import config
-
-    named = CASE.fullmatch(case.name)
-    if named is None:
-        return None
-    method, short, kind = named.group(1, 3, 4)
-    pairs, batch, dim = map(int, named.group(2, 5, 6))
-    dtype = BF16 if short else torch.float32
-    known = KNOWN["transposed" if kind == "transposed" else method + (short or "")]
-    with setting("multiprocessors", lambda device: H100_MULTIPROCESSORS):
-        if kind == "transposed":
-            sweep, parts = config.transposed_config(dim, pairs, torch.float32, dtype)
-            sweeps, passes = (sweep, sweep), 3.0 + 2 * pairs
-        else:
-            sweeps = tuple(config.sweep_config(dim, pairs, held, torch.float32, dtype) for held in (2, 1.5))
-            parts = config.programs_per_sample(batch, dim, torch.device("cuda"))
-            passes = traffic.multisecant_passes(pairs, traffic.width(dtype))
-    us = 0.0
-    for sweep, barriers in zip(sweeps, known.sweeps, strict=True):
-        at_once = H100_MULTIPROCESSORS * (REGISTERS // (32 * sweep.num_warps * sweep.registers))
-        rounds = -(-batch * parts // at_once) * -(-dim // (parts * sweep.block)) * -(-sweep.pairs // sweep.at_once)
-        us += (rounds - 1) * (LATENCY + BARRIER * barriers)
-    columns = -(-batch * parts // H100_MULTIPROCESSORS) * dim / parts
-    us += (columns - 256) * 4 * passes / BYTES_PER_US
-    return known.us - BARRIER * known.saved + us, known.us + us
-
-
 def compile_kernels(name: str, i: int) -> None:
     """Fill Triton's cache with the kernels of a case."""
     choice = CHOICES[name]
@@ -141,7 +76,7 @@ def compile_kernels(name: str, i: int) -> None:
 
 
 def timed(choice: Choice, case: Case) -> Row:
-    """Times in us of each value and of CUDA's kernel, the prediction, and the error of the first value's kernels."""
+    """Times in us of each value and of CUDA's kernel, and the error of the first value's kernels."""
     calls: dict[Any, Callable[[], Any]] = {}
     made: list[Contender] = []
     for value in choice.values:
@@ -154,14 +89,14 @@ def timed(choice: Choice, case: Case) -> Row:
     for contender in made:
         contender.verify()
     microseconds = {str(key): 1e6 * statistics.median(seconds) for key, seconds in times.items()}
-    return {"case": case.name, "us": microseconds, "predicted": predicted(case), "error": made[0].facts["error"]}
+    return {"case": case.name, "us": microseconds, "error": made[0].facts["error"]}
 
 
 def decide(rows: list[Row]) -> dict[str, Any]:
     """The value of each constant, if all its cases were timed; and the cases that are slower than they may be.
 
     The first value whose sum over the cases is within ``TOLERANCE`` of the least is taken. `slow`: the kernels of the
-    chosen value, by the ratio to CUDA's time or above a limit. Take the kernels if it is empty.
+    chosen value, by the ratio to CUDA's time. Take the kernels if it is empty.
     """
     chosen: dict[str, Any] = {}
     slow: dict[str, float] = {}
@@ -172,10 +107,8 @@ def decide(rows: list[Row]) -> dict[str, Any]:
         sums = {value: sum(us[str(value)] for us in own) for value in choice.values}
         taken = next(value for value in choice.values if sums[value] <= (1 + TOLERANCE) * min(sums.values()))
         chosen[name] = {choice.constant: taken}
-        for case, us in zip(choice.cases, own, strict=True):
-            reached, least = us[str(taken)], us["cuda"]
-            if reached > min(CUDA_LEAD * least, LIMITS.get(case.name, float("inf"))):
-                slow[case.name] = reached / least
+        ratios = {case.name: us[str(taken)] / us["cuda"] for case, us in zip(choice.cases, own, strict=True)}
+        slow |= {case: ratio for case, ratio in ratios.items() if ratio > CUDA_LEAD}
     return {"chosen": chosen, "slow": slow}
 
 
@@ -184,8 +117,7 @@ def run(seconds: float) -> dict[str, Any]:
     deadline = time.monotonic() + seconds
     jobs = [(name, i) for name, choice in CHOICES.items() for i in range(len(choice.cases))]
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), get_context("spawn")) as pool:
-        compiled = [pool.submit(compile_kernels, *job) for job in jobs]
-        for job in compiled:
+        for job in [pool.submit(compile_kernels, *job) for job in jobs]:
             job.result()
     rows: list[Row] = []
     left_out: list[str] = []

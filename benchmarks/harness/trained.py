@@ -11,13 +11,14 @@ from nc_study.data import find_source, load
 from nc_study.networks import build
 from nc_study.rundir import RunDirectory
 from runs.options import StudyError
+from torch import nn
+from torch.nn import functional as F
 
 import deqfast
 
-from .digits import IMAGES, digits, learn
-from .problems import Problem, of_cell
+from .problems import Problem, cell_problem
 
-BATCH = 128
+BATCH, IMAGES = 128, 1500  # of the test images, and how many images are trained on
 DIGITS_STEPS = {"tanh": 1000, "relu": 300}  # of training, by activation
 
 
@@ -42,7 +43,7 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     with torch.no_grad():
         x = network.trunk(network.stem(data.normalise(data.test_images[chosen])))
     cell: Any = network.last.cell
-    return of_cell(f"residual block, {settings.dataset}", cell, x, torch.zeros_like(x))
+    return cell_problem(f"residual block, {settings.dataset}", cell, x, torch.zeros_like(x))
 
 
 def digits_cell(activation: str, dim: int = 256) -> Problem:
@@ -50,8 +51,19 @@ def digits_cell(activation: str, dim: int = 256) -> Problem:
 
     Its spectral radius is not bounded.
     """
-    solver = deqfast.Broyden(1e-4, 40)
-    options = {"features": dim, "activation": activation, "solver": solver, "adjoint": deqfast.Implicit(solver)}
-    cell = learn(0, DIGITS_STEPS[activation], IMAGES, rate=3e-3, **options)[0].fc
-    test = digits()[0][IMAGES : IMAGES + BATCH]
-    return of_cell(f"fully connected {activation}, digits", cell, test, cell.initial_state(test))
+    from sklearn.datasets import load_digits
+
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    x, test = (images.float() / images.max())[: IMAGES + BATCH].split([IMAGES, BATCH])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        solver, cell, readout = deqfast.Broyden(1e-4, 40), deqfast.FCCell(64, dim, activation), nn.Linear(dim, 10)
+        block = deqfast.DEQBlock(cell, solver, deqfast.Implicit(solver), warn=False)
+        optimizer = torch.optim.Adam([*cell.parameters(), *readout.parameters()], lr=3e-3)
+        for _ in range(DIGITS_STEPS[activation]):
+            rows = torch.randint(IMAGES, (64,))
+            loss = F.cross_entropy(readout(block(x[rows])), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return cell_problem(f"fully connected {activation}, digits", cell, test, cell.initial_state(test))

@@ -25,7 +25,7 @@ from ..gradients import ADJOINTS, Adjoint
 from ..gradients.linearised import Linearised
 from ..solution import Solution
 from ..solvers import SOLVERS, Solver
-from ..state.groups import Groups
+from ..state.groups import Grouping, Groups
 from ..state.packing import Packing, is_of_state
 from ..torch_internals import pytree
 from ..torch_internals.dynamo import is_given_up, untraced
@@ -45,11 +45,7 @@ from .trajectory import check_trajectory, differentiate_along
 class DEQBlock(ChecksKeywords, nn.Module):
     """Deep equilibrium layer: solves z* = cell(z*, x), and differentiates z* in x and in the cell's parameters.
 
-    A sample is solved as a whole. If its cell is causal, as attention with a mask, later tokens still change earlier
-    positions, by about the tolerance, unless `causal` is given.
-
-    The start z0 is the argument of the call, else `init(x)`, else ``cell.initial_state(x)``, else zeros like x. A cell
-    may have further hooks, see ``CellHooks``.
+    The start z0 is the call's, else `init(x)`, else ``cell.initial_state(x)``, else zeros like x. See ``CellHooks``.
 
     Args:
         cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
@@ -67,8 +63,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a second rule that ends samples, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
-        drop_converged: give the cell only the rows of z and x whose samples still run, see ``solve``. It must treat
-            samples independently.
+        drop_converged: give the cell, which couples no samples, only the rows whose samples run, see ``solve``.
         cuda_graph: capture solves in CUDA graphs, whose loops the device ends, and launch one in each call: the forward
             solve, and the backward solve of ``Implicit``. The host does not wait, unless a number of the Solution is
             read. A z0 that is not finite raises its error then, or in a later call. See ``engine.runners.cuda_graph``.
@@ -82,7 +77,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             positions: all tensors of z and their gradients are the local shards, with all samples. Norms, products and
             statuses are those of whole samples. For Picard, Anderson, Broyden and Auto. Not on kernel "triton".
         causal: the cell is causal along dimension 1 of each tensor of z. Then no later position of x changes an earlier
-            one of z*, see ``solve``. The gradient is solved for whole samples.
+            one of z*, see ``solve``; else it does, by about the tolerance. The gradient is solved for whole samples.
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
             and once for the backward solves. Samples that the rounding of f has stalled cause no warning. On a GPU the
             warning comes one call late, so that nothing waits. The first call in training mode also checks whether the
@@ -90,9 +85,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             of a cell that takes (x, z), and of one whose value gives x no gradient (not with ``Reversible``).
 
     Attributes:
-        solver, eval_solver, adjoint, kernel, drop_converged, groups, stop_fn, init, scale, trace: as above, with
-            objects instead of names. Assignments are checked like arguments.
-        lockstep, state_group, causal: likewise.
+        solver, eval_solver, adjoint, init, kernel, groups, scale, stop_fn, drop_converged, trace, lockstep: as above,
+            with objects instead of names. So are state_group and causal. Assignments are checked like arguments.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
@@ -104,12 +98,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         >>> block = deqfast.DEQBlock(deqfast.FCCell(in_features=3, features=8), solver="anderson", adjoint="implicit")
         >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), block, torch.nn.Linear(8, 1))
         >>> model(torch.randn(16, 5)).square().mean().backward()
-
-        The outcome of a solve:
-
-        >>> z, solution = block(torch.randn(4, 3), return_solution=True)
-        >>> z.shape, solution.converged.tolist()
-        (torch.Size([4, 8]), [True, True, True, True])
+        >>> block(torch.randn(4, 3), return_solution=True)[1].converged.tolist()
+        [True, True, True, True]
     """
 
     options: BlockOptions
@@ -117,13 +107,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
     eval_solver: Solver | None
     adjoint: Adjoint
     init: Callable[[Any], Any] | None
-    groups: Groups | Tensor | str | None
+    groups: Grouping
     trace: bool
     lockstep: Any
     state_group: Any
     causal: bool
     backward_solution: Solution | None
-    _of_mode: dict[Any, Options]
+    _solving: dict[Any, Options]  # options of the forward solve, by mode
     _solves: Solves
 
     def __init__(
@@ -133,7 +123,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         adjoint: str | Adjoint = "jfb",
         *,
         init: Callable[[Any], Any] | None = None,
-        groups: Groups | Tensor | str | None = None,
+        groups: Grouping = None,
         scale: Any = None,
         per_sample: Any = None,
         eval_solver: str | Solver | None = None,
@@ -151,24 +141,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
         super().__init__()
         check_cell(cell)
         self.cell = cell
-        given: dict[str, Any] = {
-            "solver": solver,
-            "adjoint": adjoint,
-            "init": init,
-            "groups": groups,
-            "scale": scale,
-            "eval_solver": eval_solver,
-            "stop_fn": stop_fn,
-            "kernel": kernel,
-            "drop_converged": drop_converged,
-            "cuda_graph": cuda_graph,
-            "compile": compile,
-            "trace": trace,
-            "lockstep": lockstep,
-            "state_group": state_group,
-            "causal": causal,
-        }
-        options = BlockOptions(**given)  # which converts names
+        given: dict[str, Any] = dict(solver=solver, eval_solver=eval_solver, adjoint=adjoint, init=init, kernel=kernel)
+        given |= dict(groups=groups, scale=scale, stop_fn=stop_fn, drop_converged=drop_converged, trace=trace)
+        given |= dict(cuda_graph=cuda_graph, compile=compile, causal=causal)
+        options = BlockOptions(**given, lockstep=lockstep, state_group=state_group)  # which converts names
         self.graphs = Graphs(cell) if cuda_graph else None
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
@@ -196,24 +172,20 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _choose(self, options: BlockOptions) -> None:
         """Take these options, and forget what was compiled for others."""
-        self.__dict__.update(options=options, _of_mode={}, _solves=Solves())
+        self.__dict__.update(options=options, _solving={}, _solves=Solves())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = opaque_op.new_number(self)  # a copy is another block
 
-    def forward(
-        self, x: Any, z0: Any = None, return_solution: bool = False, groups: Groups | Tensor | str | None = None
-    ) -> Any:
+    def forward(self, x: Any, z0: Any = None, return_solution: bool = False, groups: Grouping = None) -> Any:
         """Solve for x; gradients pass to x and to the cell's parameters, with ``Unrolled`` also to z0.
 
         Args:
-            x: the cell's second argument, any pytree. Its tensors with a row per row of z are the samples, see
-                `per_sample`.
+            x: the cell's second argument, any pytree; `per_sample` says which of its tensors have rows of samples.
             z0: start of the iteration; None: see the class.
             return_solution: return the Solution too.
-            groups: for a cell that couples rows of z: the sample of each row, or "batch", see ``solve``. With
-                ``Groups``, repeated calls do not wait for the device.
+            groups: if a cell couples rows, see ``solve``. Repeated calls with ``Groups`` do not wait for the device.
 
         Returns:
             `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
@@ -222,8 +194,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         # Tested in this frame, which runs uncompiled if dynamo gives up. is_compiling() is true for other threads too.
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
-        # Once dynamo has given up this frame, for example within a transform, it does so for every block. It would then
-        # compile the solve in parts.
+        # Once dynamo has given up this frame, it does so for every block, and would compile the solve in parts.
         run = partial(untraced, self._run) if is_given_up() else self._run
         try:
             value, solution = run(x, z0, groups, return_solution, is_fresh)
@@ -233,12 +204,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         return (value, solution) if return_solution else value
 
     def _run(
-        self,
-        x: Any,
-        z0: Any,
-        groups: Groups | Tensor | str | None,
-        return_solution: bool = True,
-        is_fresh: bool = False,
+        self, x: Any, z0: Any, groups: Grouping, return_solution: bool = True, is_fresh: bool = False
     ) -> tuple[Any, Solution]:
         """Value and Solution of ``forward``, if ``torch.compile`` does not trace it."""
         if self.graphs is not None and (solution := self._replayed(x, z0, groups)) is not None:
@@ -271,7 +237,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _replayed(self, x: Any, z0: Any, groups: Any) -> Solution | None:
         """Solution of a captured solve, if the call needs nothing but its replay; else None."""
-        options = self._of_mode.get(self.training) or self._options()
+        options = self._solving.get(self.training) or self._options()
         is_watched = self._changes.looks or (self.training and self.warn and not self._changes.looked)
         if groups is not None or self.groups is not options.groups or is_watched or torch.is_grad_enabled():
             return None
@@ -283,9 +249,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             self._forward_notice.look(solution)
         return solution
 
-    def trajectory(
-        self, x: Any, at: Sequence[int], z0: Any = None, groups: Groups | Tensor | str | None = None
-    ) -> list[Any]:
+    def trajectory(self, x: Any, at: Sequence[int], z0: Any = None, groups: Grouping = None) -> list[Any]:
         """Solve once for x; return z* and earlier states, each with a gradient, for a loss on several states.
 
         This runs the eager loop, without `drop_converged`, `cuda_graph`, `compile` and the cell's own ``fixed_point``.
@@ -293,19 +257,16 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
         Args:
             x: see ``forward``.
-            at: ascending evaluations of the cell in this solve, counted from 1, so that 1 is z0. A sample that ends
-                earlier has its z* there.
+            at: ascending evaluations in this solve, from 1, which is z0. A sample that ends earlier has its z* there.
             z0: see ``forward``.
             groups: see ``forward``.
 
         Returns:
-            len(at) + 1 trees like z0: the states that the cell was given at these evaluations, then z*. The block's
-            adjoint gives the gradient of each.
+            len(at) + 1 trees like z0: the cell's states at these evaluations, then z*, with the adjoint's gradients.
 
         Raises:
-            TypeError, ValueError: `at` is not as above. The adjoint is ``Unrolled`` or ``Reversible``, which run no
-                solver, or ``SHINE``, whose history exists only at the end of a solve. The call is within torch.func,
-                forward-mode AD or torch.export. Else as ``forward``.
+            TypeError, ValueError: `at` is not as above. The adjoint is ``Unrolled``, ``Reversible`` or ``SHINE``. The
+                call is within torch.func, forward-mode AD or torch.export. Else as ``forward``.
 
         Examples:
             >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, relaxation=0.8))
@@ -314,7 +275,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         """
         return untraced(self._trajectory, x, at, z0, groups)
 
-    def _trajectory(self, x: Any, at: Sequence[int], z0: Any, groups: Groups | Tensor | str | None) -> list[Any]:
+    def _trajectory(self, x: Any, at: Sequence[int], z0: Any, groups: Grouping) -> list[Any]:
         at = check_trajectory(self.adjoint, self.current_solver, at)
         plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
         holds, modules = plan.context != "torch.func", modules_of(self.cell)
@@ -328,36 +289,25 @@ class DEQBlock(ChecksKeywords, nn.Module):
             self._forward_notice.look(solution)
         return states
 
-    def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None, is_fresh: bool = False) -> Plan:
+    def _plan(self, x: Any, z0: Any, groups: Grouping, is_fresh: bool = False) -> Plan:
         groups = self.groups if groups is None else groups
         options: Options = self._options()
         solves: Solves | None = self._solves
         if groups is not options.groups:  # of this call only: nothing is kept for it
             check_together([*self.options.given(), "groups", "groups of a call"])
             rows = Packing(z0, groups).groups
-            options, solves = self.options.of_solve(self.current_solver, rows, options.lockstep), None
-        return Plan(
-            cell=self.cell,
-            x=x,
-            z0=z0,
-            options=options,
-            is_fresh=is_fresh,
-            per_sample=self.per_sample,
-            solves=solves,
-            graphs=self.graphs,
-            compiled=self.compiled,
-            linearised=self.linearised,
-            context=present_context(),
-            on_backward=self._keep_backward_solution,
-        )
+            options, solves = self.options.solving(self.current_solver, rows, options.lockstep), None
+        given: dict[str, Any] = dict(is_fresh=is_fresh, per_sample=self.per_sample, context=present_context())
+        given |= dict(solves=solves, graphs=self.graphs, compiled=self.compiled, linearised=self.linearised)
+        return Plan(cell=self.cell, x=x, z0=z0, options=options, on_backward=self._keep_backward_solution, **given)
 
     def _options(self) -> Options:
         """Options of the forward solve in this mode, the same object until an option is assigned."""
         ranks = ranks_of(modules_of(self.cell)) if DTENSORS in sys.modules and self.lockstep is None else None
         mode = self.training if ranks is None else (self.training, ranks)
-        if (options := self._of_mode.get(mode)) is None:
+        if (options := self._solving.get(mode)) is None:
             groups = self.groups if isinstance(self.groups, Groups) else None
-            options = self._of_mode[mode] = self.options.of_solve(self.current_solver, groups, ranks)
+            options = self._solving[mode] = self.options.solving(self.current_solver, groups, ranks)
         return options
 
     @property

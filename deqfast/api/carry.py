@@ -26,13 +26,10 @@ class Carry:
 
     Args:
         init: gives new samples their state: a ``DEQBlock``, by its start for x, or a function data -> z0. x is the
-            first entry of the data if these are a tuple or list, else all of them. A compiled or wrapped block is
-            refused: pass the block itself.
+            first entry of a tuple or list of data, else all of them. A compiled or wrapped block is refused.
         batches: iterable of batches, trees of tensors (N, ...) with one row per sample, such as a DataLoader. N may
-            vary. A batch is fetched and copied when its rows are needed. For endless epochs pass
-            ``itertools.chain.from_iterable(itertools.repeat(loader))``.
-        size: samples kept, at least 1. After the last of `batches`, finished samples are not replaced, and
-            ``len(carry)`` decreases.
+            vary. It is fetched when needed; ``chain.from_iterable(repeat(loader))`` of itertools makes endless epochs.
+        size: samples kept, at least 1. After the last of `batches`, ``len(carry)`` decreases.
         device: where the data are kept; None: where the first batch is.
 
     Attributes:
@@ -110,14 +107,12 @@ class Carry:
     def advance(self, z: Any, done: Tensor) -> None:
         """Keep the states, and replace finished samples by new ones.
 
-        The host waits for the device once, for the number of samples that are done. It also waits for each tensor of a
-        new batch that it copies to the device. If data are on another device than the states, it waits for each of
-        their tensors. ``data`` and ``z`` are new tensors: nothing that a backward pass still needs is overwritten.
+        The host waits for the device once, for the number of samples that are done, and for each tensor that is copied
+        to another device. ``data`` and ``z`` are new tensors: nothing that a backward pass needs is overwritten.
 
         Args:
             z: the states after this step, a tree like ``z``; they are copied, without gradient. A sample whose state
-                is not finite counts as done. A solve that broke down returns a finite state, and has the status
-                NONFINITE.
+                is not finite counts as done. A solve that broke down (NONFINITE) returns a finite state.
             done: (len(carry),) bool, the samples that are finished.
 
         Raises:
@@ -170,8 +165,7 @@ class Carry:
     def state_dict(self) -> dict[str, Any]:
         """Copies of states, data, ages and the unused rows of the last batch, for ``torch.save``.
 
-        The position in `batches` is not part of it. ``torch.load(weights_only=True)`` reads trees of tuples, lists and
-        dicts.
+        The position in `batches` is not in it. ``torch.load(weights_only=True)`` reads tuples, lists and dicts.
         """
         state = {"data": self.data, "z": self.z, "age": self.age}
         return pytree.tree_map(torch.clone, state) | {"rest": _joined(self._rest), "taken": self.taken}
@@ -180,12 +174,10 @@ class Carry:
         """Continue from a ``state_dict``, with the `batches` of this object.
 
         To resume a run, load into a new carry before its first use. Its `batches` must begin with the first batch that
-        the saved carry had not fetched. The tensors go to the devices of this carry's tensors; if it has none yet, to
-        `device`.
+        the saved carry had not fetched. The tensors go to where this carry's are, else to `device`.
 
         Raises:
-            TypeError, ValueError: the state is not of a carry, or has other data or states than this object. The carry
-                is then unchanged.
+            TypeError, ValueError: the state does not fit, or is not of a carry, which is then unchanged.
         """
         names, own = ["data", "z", "age", "rest", "taken"], vars(self)
         if not isinstance(state, dict) or sorted(state) != sorted(names):

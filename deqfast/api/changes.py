@@ -53,15 +53,11 @@ class Changes:
             return
         wanted = requiring_grad(plan.x) if plan.context == "eager" and torch.is_grad_enabled() else []
         if is_swapped(plan.cell):
-            warn(
-                "deqfast: the cell's first parameters are called x and z, but a block calls cell(z, x): swap or "
-                "rename them"
-            )
+            what = "deqfast: the cell's first parameters are called x and z, but a block calls cell(z, x)"
+            warn(f"{what}: swap or rename them")
         elif wanted and not leads_to(pytree.tree_leaves(value), wanted):
-            warn(
-                "deqfast: no gradient leads from the cell's value to x, which requires one: use the cell's second "
-                "argument, or detach x if it needs no gradient"
-            )
+            what = "deqfast: no gradient leads from the cell's value to x, which requires one"
+            warn(f"{what}: use the cell's second argument, or detach x if it needs no gradient")
 
 
 def is_swapped(cell: Any) -> bool:
@@ -95,8 +91,7 @@ def _changes_with_calls(module: nn.Module) -> bool:
 def difference(plan: Plan) -> float | None:
     """Largest difference between two evaluations at f(z0), relative to a sample's value; 0 if rounding explains it.
 
-    The point is f(z0), since z0 may be zeros, which dropout leaves as they are. None if the cell cannot
-    be evaluated, or no value is finite.
+    The point is f(z0): dropout keeps zeros. None if the cell cannot be evaluated, or no value is finite.
     """
     if not can_cancel(plan.cell) or is_cached(plan.cell):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ class FixedPoints:
         value: (N, ...) the points, ordered by their number of starts, the largest first.
         starts: (N,) int64, the number of starts that led to each point.
         residual: (N,) the solver's residual at each point, see ``Solution``; 0 at a point 0.
-        eigenvalues: (N, D) complex, of the Jacobian of f at each point in its D numbers, largest modulus first; None if
-            they were not computed.
+        eigenvalues: (N, D) complex, of the Jacobian of f at each point, largest modulus first; None if not computed.
         slow: (M, ...) distinct results that did not converge, but move little: |f(z) - z| is at most the relative
             tolerance times the length of their start, or of f there if it is shorter. They are slow points of f, or
             fixed points near 0 that rounding hides. The other numbers do not count them.
@@ -53,22 +53,14 @@ class FixedPoints:
 
     @property
     def unstable_directions(self) -> Tensor:
-        """(N,) int64, the number of eigenvalues that are not inside the unit circle, or NaN.
-
-        Raises:
-            ValueError: eigenvalues were not asked for.
-        """
+        """(N,) int64, how many eigenvalues are not inside the unit circle; ValueError if they were not computed."""
         if self.eigenvalues is None:
             raise ValueError("eigenvalues were not computed: call find_fixed_points with eigenvalues=True")
         return (~(self.eigenvalues.abs() < 1)).sum(dim=1)
 
     @property
     def stable(self) -> Tensor:
-        """(N,) bool, whether all eigenvalues are inside the unit circle, so that iterates that start nearby stay near.
-
-        Raises:
-            ValueError: eigenvalues were not asked for.
-        """
+        """(N,) bool, whether no direction is unstable, so that iterates that start nearby stay near."""
         return self.unstable_directions == 0
 
     def __repr__(self) -> str:
@@ -94,8 +86,7 @@ def find_fixed_points(
 
     Every start is one sample of a solve, and its result depends on no other start. Anderson's method finds saddles too,
     which iterates of f leave. States that a trained network visits are good starts. For the dynamics of recurrent
-    networks see Sussillo and Barak, Neural Computation 2013. They minimise |f(z) - z|^2 by gradient descent, which also
-    finds slow points.
+    networks see Sussillo and Barak, Neural Computation 2013, who minimise |f(z) - z|^2, and find slow points too.
 
     At a point near 0 no relative tolerance can be met. So 0 itself is a point if f(0) is exactly 0 and a start leads
     there. A start leads to 0 if it comes nearer than a share of its length, or of the length of f there if it is
@@ -104,8 +95,7 @@ def find_fixed_points(
     Args:
         f: map of (B, ...) to the same shape, which treats each sample by itself.
         starts: (B, ...) float64 or float32. The relative tolerance is 1e-8 in float64, and 1e-5 in float32.
-        solver: as for ``solve``. None: ``Anderson`` with these relative tolerances and 1,000 evaluations. A solver with
-            rtol=0 decides itself what is near 0.
+        solver: as for ``solve``; with rtol=0 it decides what is near 0. None: ``Anderson(rtol, max_iter=1000)``.
         kernel: as for ``solve``.
         distance: two results are one point if they are nearer than this times the longer of the two, or than 1,000
             times their residuals |f(z) - z|.
@@ -134,14 +124,10 @@ def find_fixed_points(
     slow = _distinct(solution, is_slow, distance * torch.maximum(sizes, near.scale))
     index = torch.tensor([i for i, _ in chosen], dtype=torch.int64, device=starts.device)
     value = solution.value[index]
-    return FixedPoints(
-        value=value,
-        starts=torch.tensor([count for _, count in chosen], dtype=torch.int64, device=starts.device),
-        residual=solution.residual[index],
-        eigenvalues=_eigenvalues(f, value) if eigenvalues else None,
-        slow=solution.value[[i for i, _ in slow]],
-        solution=solution,
-    )
+    counts = torch.tensor([count for _, count in chosen], dtype=torch.int64, device=starts.device)
+    numbers = _eigenvalues(f, value) if eigenvalues else None
+    slow_value = solution.value[[i for i, _ in slow]]
+    return FixedPoints(value, counts, solution.residual[index], numbers, slow_value, solution)
 
 
 class _Nearness:
@@ -149,7 +135,8 @@ class _Nearness:
 
     Attributes:
         is_fixed: (B,) whether f(0) is exactly 0.
-        scale: (B,) length of each sample's start or of f there, the shorter one. `rtol` times it is near.
+        scale: (B,) length of each sample's start or of f there, the shorter one.
+        bound: (B,) rtol times `scale`, which is near.
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], starts: Tensor, rtol: float) -> None:
@@ -160,26 +147,19 @@ class _Nearness:
 
         with torch.no_grad():
             self.is_fixed = ~rows(torch.zeros_like(starts)).any(dim=1)  # NaN counts as any
-            self.rtol, self.scale = rtol, torch.minimum(lengths(rows_of(starts)), lengths(rows(starts.clone())))
+            self.scale = torch.minimum(lengths(rows_of(starts)), lengths(rows(starts.clone())))
+            self.bound = rtol * self.scale
 
     def __call__(self, z: Tensor, value: Tensor, k: int) -> Tensor:
         return (lengths(rows_of(value)) <= self.bound) & self.is_fixed
 
-    @property
-    def bound(self) -> Tensor:
-        """What is near for each sample, (B,)."""
-        return self.rtol * self.scale
-
     def at_zero(self, solution: Solution) -> Solution:
         """The solution, with 0 as the point of the samples that this rule has ended."""
         ended = solution.status == Status.STOPPED
-        measures = {name: getattr(solution, name) for name in ("residual", "residual_rel", "residual_abs")}
-        return replace(
-            solution,
-            value=solution.value.masked_fill(per_row(ended, solution.value), 0.0),
-            status=solution.status.masked_fill(ended, Status.CONVERGED),
-            **{name: measure.masked_fill(ended, 0.0) for name, measure in measures.items()},
-        )
+        measures = ("residual", "residual_rel", "residual_abs")
+        changes: dict[str, Any] = {name: getattr(solution, name).masked_fill(ended, 0.0) for name in measures}
+        changes["value"] = solution.value.masked_fill(per_row(ended, solution.value), 0.0)
+        return replace(solution, status=solution.status.masked_fill(ended, Status.CONVERGED), **changes)
 
 
 def _distinct(solution: Solution, counted: Tensor, radius: Tensor) -> list[tuple[int, int]]:
@@ -204,13 +184,12 @@ def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         z = points.clone().requires_grad_()
         value = f(z)
-    flat, rows = rows_of(torch.zeros_like(points)), []
-    for i in range(flat.shape[1]):
-        unit = flat.clone()
-        unit[:, i] = 1
+    zeros = rows_of(torch.zeros_like(points))
+    jacobian = zeros.new_zeros(*zeros.shape, zeros.shape[1])
+    for i in range(zeros.shape[1]):
+        unit = zeros.index_fill(1, torch.tensor(i, device=zeros.device), 1)
         (product,) = vjp([value], [z], [unit.view_as(points)])
-        rows.append(flat if product is None else rows_of(product))
-    jacobian = torch.stack(rows, dim=1) if rows else points.new_zeros(len(points), 0, 0)
+        jacobian[:, i] = zeros if product is None else rows_of(product)
     known = jacobian.isfinite().flatten(1).all(dim=1)
     numbers = torch.full(jacobian.shape[:2], torch.nan, dtype=jacobian.dtype.to_complex(), device=jacobian.device)
     numbers[known] = torch.linalg.eigvals(jacobian[known])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..engine.loop import StopFn
 from ..gradients import Adjoint
 from ..solvers import Auto, Solver
-from ..state.groups import Groups
+from ..state.groups import Grouping
 from ..state.norms import lengths, unit
 from ..state.packing import LARGEST_SCALE, Packing
 from ..state.rows import dropped_samples, mark_samples, per_row
@@ -42,7 +42,7 @@ def fixed_point(
     *args: Any,
     solver: str | Solver = "broyden",
     adjoint: str | Adjoint = "implicit",
-    groups: Groups | Tensor | str | None = None,
+    groups: Grouping = None,
     scale: Any = None,
     per_sample: Any = None,
     stop_fn: StopFn | None = None,
@@ -57,25 +57,16 @@ def fixed_point(
 ) -> Any:
     """Fixed point z* = f(z*, *args), differentiable in `args` and in the parameters of f.
 
-    torch.compile runs it uncompiled between two graphs, and refuses it with fullgraph=True. A ``DEQBlock`` is part of a
-    graph.
+    torch.compile runs it uncompiled, and refuses it with fullgraph=True. A ``DEQBlock`` is part of a graph.
+
+    Arguments that are not listed here are those of ``DEQBlock``, with f as the cell and `args` as its x.
 
     Args:
         f: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
         z0: start of the iteration, a floating-point tensor (B, ...) or a pytree of them.
         args: tensors, pytrees of them, or anything else that f takes.
-        solver: of the forward solve, as for ``DEQBlock``.
-        adjoint: how gradients are found, as for ``DEQBlock``.
-        groups: the samples of rows that f couples, see ``solve``.
-        scale: the typical sizes of the tensors of z, see ``solve``.
-        per_sample: which tensors of `args` have one row per row of z, as for ``DEQBlock``: a tuple like `args`.
-        stop_fn: a second rule that ends samples, see ``solve``.
-        kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
-        drop_converged: give f only the rows of z and `args` whose samples still run, as for ``DEQBlock``.
-        trace: record residuals in the Solution, as for ``DEQBlock``.
-        lockstep, state_group: process groups, as for ``DEQBlock``.
-        causal: f is causal along dimension 1 of each tensor of z, as for ``DEQBlock``.
-        warn: warn at every call, as for ``DEQBlock``.
+        per_sample: which tensors of `args` have one row per row of z: a tuple like `args`.
+        warn: warn at every call.
         return_solution: return the Solution too.
 
     Returns:
@@ -93,9 +84,6 @@ def fixed_point(
         >>> (slope,) = torch.autograd.grad(root.sum(), a)
         >>> torch.allclose(root, a.sqrt(), atol=1e-3), torch.allclose(slope, 0.5 / a.sqrt(), atol=1e-3)
         (True, True)
-
-        As a function of one sample, mapped over many:
-
         >>> root = lambda a: deqfast.fixed_point(newton, torch.ones(1, 1), a, solver="picard").sum()
         >>> torch.vmap(torch.func.grad(root))(torch.tensor([[[4.0]], [[16.0]]])).flatten()
         tensor([0.2500, 0.1250])
@@ -140,7 +128,7 @@ def root(
     solver: str | Solver = ROOTS,
     adjoint: str | Adjoint = "implicit",
     sign: float | None = None,
-    groups: Groups | Tensor | str | None = None,
+    groups: Grouping = None,
     scale: Any = None,
     per_sample: Any = None,
     stop_fn: StopFn | None = None,
@@ -166,8 +154,7 @@ def root(
         g: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
         z0: start of the iteration, a floating-point tensor (B, ...) or a pytree of them.
         args: tensors, pytrees of them, or anything else that g takes.
-        solver: of the forward solve, as for ``DEQBlock``; choose an absolute tolerance, which bounds |g|.
-        adjoint: how gradients are found, as for ``DEQBlock``.
+        solver: of the forward solve; choose an absolute tolerance, which bounds |g|.
         sign: s, 1 or -1; None: sign and size are found for each row of z0, or for each of the `groups`. This costs
             three evaluations of g: at z0, near z0, and about as far from z0 as z0 is long, plus 1 for each number. If
             the last is not finite, the second decides. With `state_group` it must be given.
@@ -186,8 +173,7 @@ def root(
         >>> torch.allclose(z**3, a, atol=1e-5), torch.allclose(slope, 1 / (3 * z**2), atol=1e-5)
         (True, True)
     """
-    signs = (None, 1, -1)
-    if sign not in signs:
+    if sign not in (None, 1, -1):
         raise ValueError(f"sign must be 1, -1 or None, got {sign!r}")
     if sign is None and state_group is not None:
         raise ValueError("sign must be 1 or -1 with state_group: a process sees g of its own parts only, got None")
@@ -198,13 +184,7 @@ def root(
 
 
 def _solve_root(
-    g: Callable[..., Any],
-    z0: Any,
-    args: tuple[Any, ...],
-    sign: float | None,
-    groups: Groups | Tensor | str | None,
-    return_solution: bool,
-    options: dict[str, Any],
+    g: Callable[..., Any], z0: Any, args: Any, sign: float | None, groups: Grouping, returns: bool, options: Any
 ) -> Any:
     packing = Packing(z0, groups)
     rows = packing.leaves[0].shape[0]
@@ -221,7 +201,7 @@ def _solve_root(
     start = z0 if sizes is None else _times(1 / sizes, z0)
     u, solution = _solve(_Stepped(g), start, (args, signs, sizes), groups, True, options)
     z = _times(sizes, u)
-    return (z, replace(solution, value=_times(sizes, solution.value))) if return_solution else z
+    return (z, replace(solution, value=_times(sizes, solution.value))) if returns else z
 
 
 @torch.no_grad()
@@ -236,12 +216,12 @@ def _tried(g: Callable[..., Any], z0: Any, args: tuple[Any, ...], packing: Packi
         leaves = packing.check_value(g(pytree.tree_unflatten(z, packing.spec), *args))
         return leaves, packing.pack(pytree.tree_unflatten(leaves, packing.spec)).double()
 
-    def of_rows(numbers: Tensor) -> Tensor:
+    def by_row(numbers: Tensor) -> Tensor:
         return numbers if packing.groups is None else packing.groups.of_rows(numbers)
 
     def change(distance: Tensor, directions: list[Tensor]) -> Tensor:
         """Change of g, over the distance."""
-        share = of_rows(distance / length.clamp_min(TINY))
+        share = by_row(distance / length.clamp_min(TINY))
         moved = [(z + per_row(share, d) * d).to(z.dtype) for z, d in zip(starts, directions, strict=True)]
         return (evaluated(moved)[1] - value) / distance[:, None]
 
@@ -252,11 +232,11 @@ def _tried(g: Callable[..., Any], z0: Any, args: tuple[Any, ...], packing: Packi
     nearby = eps**0.5 * (1 + size)
     near = change(nearby, along)
     sign = torch.where((unit(near) * unit(value)).sum(dim=1) > 0, -1.0, 1.0)
-    far = change(value.shape[1] ** 0.5 + size, [d * (per_row(of_rows(sign), d) * _signs(d)).to(d.dtype) for d in along])
+    far = change(value.shape[1] ** 0.5 + size, [d * (per_row(by_row(sign), d) * _signs(d)).to(d.dtype) for d in along])
     slope = torch.fmax((lengths(near) - 2 * eps * length / nearby).clamp_min(0), lengths(far))  # without rounding
     known = (slope > 0) & torch.isfinite(slope) & all(leaf.dtype != torch.float16 for leaf in starts)
     step = torch.where(known, 1 / slope, 1.0).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
-    return of_rows(sign * step).detach()
+    return by_row(sign * step).detach()
 
 
 def _signs(like: Tensor) -> Tensor:
@@ -265,15 +245,8 @@ def _signs(like: Tensor) -> Tensor:
     return numbers.square().cos().sign().view(like.shape[1:])
 
 
-def _solve(
-    cell: nn.Module,
-    z0: Any,
-    x: tuple[Any, ...],
-    groups: Groups | Tensor | str | None,
-    return_solution: bool,
-    options: dict[str, Any],
-) -> Any:
+def _solve(cell: nn.Module, z0: Any, x: Any, groups: Grouping, returns: bool, options: dict[str, Any]) -> Any:
     block = DEQBlock(cell, **options)
     block._changes.evaluates = False  # every call would repeat its evaluations
     block.training = not is_exporting()  # torch.export refuses a block in training; nobody else uses this one
-    return block(x, z0, return_solution=return_solution, groups=groups)
+    return block(x, z0, return_solution=returns, groups=groups)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch import Tensor
-
 from .._checks import check_choice
 from ..engine.loop import StopFn
 from ..engine.refusals import Option, check_served, kinds
@@ -17,7 +15,7 @@ from ..engine.solve import Options, check_causal
 from ..gradients import Adjoint, as_adjoint
 from ..ops import check_kernel_name
 from ..solvers import Solver, as_solver
-from ..state.groups import Groups
+from ..state.groups import Grouping, Groups
 from ..state.packing import check_scale
 from ..torch_internals.ranks import Ranks, as_ranks
 from .refusals import check_together
@@ -34,7 +32,7 @@ class BlockOptions:
     solver: Solver
     adjoint: Adjoint
     init: Callable[[Any], Any] | None
-    groups: Groups | Tensor | str | None
+    groups: Grouping
     scale: Any
     eval_solver: Solver | None
     stop_fn: StopFn | None
@@ -63,14 +61,14 @@ class BlockOptions:
         for name in ("lockstep", "state_group"):
             object.__setattr__(self, name, as_ranks(name, getattr(self, name)))
         check_together(self.given())
-        for solver in (self.solver, self.eval_solver or self.solver) if self.causal else ():
-            check_causal(solver)
+        for solver in (self.solver, self.eval_solver or self.solver):
+            if self.causal:
+                check_causal(solver)
+            if self.compile:
+                check_solver(solver)
         own = getattr(self.adjoint, "solver", None)
         if self.cuda_graph and isinstance(own, Solver):
             check_served("cuda_graph", cuda_graph.REFUSES, kinds(own), f" of the adjoint's solver, {own}")
-        if self.compile:
-            check_solver(self.solver)
-            check_solver(self.eval_solver or self.solver)
         if self.compile is True and isinstance(own, Solver):
             check_solver(own, f" of the adjoint's solver, {own}")
 
@@ -79,25 +77,15 @@ class BlockOptions:
         names = [name for name in NAMED if getattr(self, name) is not None and getattr(self, name) is not False]
         return [*names, *kinds(self.solver), *kinds(self.eval_solver), *kinds(self.adjoint)]
 
-    def of_solve(self, solver: Solver, groups: Groups | None, ranks: Ranks | None = None) -> Options:
+    def solving(self, solver: Solver, groups: Groups | None, ranks: Ranks | None = None) -> Options:
         """Options of a forward solve; `ranks` are the processes that share the cell's weights, if any."""
         if ranks is not None:
             check_together([*self.given(), "lockstep"])
-        return Options(
-            solver=solver,
-            kernel=self.kernel,
-            groups=groups,
-            scale=self.scale,
-            stop_fn=self.stop_fn,
-            drop_converged=self.drop_converged,
-            trace=self.trace,
-            lockstep=self.lockstep or ranks,
-            state_group=self.state_group,
-            causal=self.causal,
-        )
+        shared = {each.name: getattr(self, each.name) for each in fields(Options) if hasattr(self, each.name)}
+        return Options(**shared | {"solver": solver, "groups": groups, "lockstep": self.lockstep or ranks})
 
 
-CHOSEN = ("drop_converged", "trace", "stop_fn", "groups", "scale", "cuda_graph", "compile", "causal")
-NAMED = (*CHOSEN, "lockstep", "state_group")
-ASSIGNED = [each.name for each in fields(BlockOptions) if each.name not in ("cuda_graph", "compile")]
+_NAMES = [each.name for each in fields(BlockOptions)]
+NAMED = [name for name in _NAMES if name not in ("solver", "eval_solver", "adjoint", "init", "kernel")]
+ASSIGNED = [name for name in _NAMES if name not in ("cuda_graph", "compile")]
 """Options that a block has as attributes, which may be assigned."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from .._checks import check_choice
 from ..engine.loop import StopFn
 from ..engine.refusals import check_served, kinds
 from ..engine.solve import Options, Solve
 from ..solution import Solution
 from ..solvers import Solver, as_solver
-from ..state.groups import Groups
+from ..state.groups import Grouping
 from ..torch_internals.ranks import as_ranks
 from ..torch_internals.transforms import check_plain, check_values, present_context
 from ..transforms.export import solve_in_export
@@ -26,7 +24,7 @@ def solve(
     solver: str | Solver = "broyden",
     kernel: str = "auto",
     *,
-    groups: Groups | Tensor | str | None = None,
+    groups: Grouping = None,
     scale: Any = None,
     stop_fn: StopFn | None = None,
     drop_converged: bool = False,
@@ -39,20 +37,18 @@ def solve(
 
     The state is float32, or float64 if any tensor of z0 is. A sample that is done is frozen, and its result does not
     depend on the others. Residuals are right at any scale that the dtype can represent. Anderson and Broyden leave out
-    secant pairs whose squares overflow or underflow (in float32, lengths outside 3e-16 to 2e19). If no pair remains,
-    the step is the plain fixed-point step.
+    secant pairs whose squares overflow or underflow (in float32, lengths outside 3e-16 to 2e19), if need be all.
 
     Args:
         f: takes and returns the structure of z0; called under the caller's autocast state. Its argument is the solver's
             own memory: f must neither modify it nor keep it after the call.
-        z0: a floating-point or complex tensor (B, ...) or a pytree of them; dimension 0 is the batch. A complex number
-            counts as two real ones.
+        z0: floating-point or complex tensors (B, ...), a tensor or a pytree. A complex number counts as two real ones.
         solver: a solver or the name of one, "broyden", "anderson", "picard" or "auto".
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         groups: for an f that couples rows of z, such as the nodes of a graph. (N,) integers from 0, the sample of each
             of the N rows of z0, in any order; or "batch", for one sample of all rows. Residual, history and freezing
-            are then per sample, and B in the Solution is the number of samples. Samples are padded with zeros to the
-            longest. Reuse ``Groups`` for many solves. None: each row is a sample, and f must not couple rows.
+            are then per sample, and B in the Solution is the number of samples. Reuse ``Groups`` for many solves. None:
+            each row is a sample, and f must not couple rows.
         scale: the typical size of each tensor's numbers, in a tree like z0 (a tuple for a tuple), from 2^-60 to 2^60.
             Each tensor is divided by its size for residuals and steps: the larger the size, the less the tensor counts.
             Sizes are rounded to powers of two, so that the division is exact. None: no division.
@@ -63,8 +59,7 @@ def solve(
         drop_converged: leave samples that are done out of f's batch, if f treats samples independently. f is then
             called as f(z, rows): rows (b,) int64 are the samples in z; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.
-        lockstep: a process group of torch.distributed whose processes end the solve together, because f calls
-            collectives. See the page More than one process.
+        lockstep: a process group whose processes end the solve together, see the page More than one process.
         state_group: a process group whose processes have parts of each sample, as for ``DEQBlock``.
         causal: dimension 1 of each tensor of z0 is a sequence, and f is causal: its value at a position depends on this
             and earlier positions only. Then the result at a position does so too, bit for bit. Weights and residuals of
@@ -93,28 +88,14 @@ def solve(
     if stop_fn is not None and not callable(stop_fn):
         raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
     check_choice("causal", causal, (False, True))
-    if groups is not None or state_group is not None or causal:
-        given = {"groups": groups, "drop_converged": drop_converged or None, "stop_fn": stop_fn}
-        given |= {"state_group": state_group, "causal": causal or None}
-        check_together([*(name for name, value in given.items() if value is not None), *kinds(solver)])
-    options = Options(
-        solver=solver,
-        kernel=kernel,
-        groups=groups,
-        scale=scale,
-        stop_fn=stop_fn,
-        drop_converged=drop_converged,
-        trace=trace,
-        lockstep=as_ranks("lockstep", lockstep),
-        state_group=as_ranks("state_group", state_group),
-        causal=causal,
-    )
+    given: dict[str, Any] = dict(groups=groups, stop_fn=stop_fn, drop_converged=drop_converged, causal=causal)
+    given |= dict(lockstep=as_ranks("lockstep", lockstep), state_group=as_ranks("state_group", state_group))
+    names = [name for name, value in given.items() if value is not None and value is not False]
+    check_together([*names, *kinds(solver)])
+    options = Options(solver=solver, kernel=kernel, scale=scale, trace=trace, **given)
     context = present_context()
     if context == "torch.export":
-        options_given = ["stop_fn"] * (stop_fn is not None) + ["trace of a Solution"] * trace
-        options_given += ["lockstep"] * (lockstep is not None) + ["state_group"] * (state_group is not None)
-        options_given += ["causal"] * causal
-        check_served(context, REFUSED[context], options_given)
+        check_served(context, REFUSED[context], names + ["trace of a Solution"] * trace)
         return solve_in_export(f, z0, options)
     if context == "torch.func":
         check_plain("solve", z0)

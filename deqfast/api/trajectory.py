@@ -20,8 +20,7 @@ from ..torch_internals import pytree
 REFUSES: Refusals = {
     SHINE: "its history exists only at the end of a solve",
     Auto: "a sample may wait, and the states would not be those of its own evaluations",
-    Unrolled: "it runs no solver",
-    Reversible: "it runs no solver",
+    **dict.fromkeys((Unrolled, Reversible), "it runs no solver"),
     "torch.func": "its states get their gradients from torch.autograd, and none in forward-mode AD either",
     "torch.export": "it counts the evaluations in Python",
 }
@@ -45,8 +44,7 @@ class Taps:
 def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
     """States that the forward solve of a plan gives to its cell at the evaluations `at`, and its Solution.
 
-    A sample that ends earlier has its value of the Solution there. This always runs the eager loop for whole batches,
-    because graphs and compiled code count no calls.
+    A sample that ends earlier has its value there. Only the eager loop for whole batches counts calls, and runs.
     """
     if plan.options.drop_converged:
         plan = replace(plan, options=replace(plan.options, drop_converged=False))
@@ -59,9 +57,8 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
     def with_values(state: Any, at: int) -> Any:
         return pytree.tree_map(lambda s, v: torch.where(per_row(rows < at, s), v, s), state, solution.value)
 
-    states = [with_values(*of) for of in zip(taps.states, at, strict=False)]
-    rest = [pytree.tree_map(torch.clone, solution.value) for _ in at[len(taps.states) :]]
-    return [*states, *rest], solution
+    states = [with_values(state, n) for state, n in zip(taps.states, at, strict=False)]
+    return states + [pytree.tree_map(torch.clone, solution.value) for _ in at[len(states) :]], solution
 
 
 def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:

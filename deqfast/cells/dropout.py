@@ -12,7 +12,7 @@ from .._checks import check_count, check_number
 from ..torch_internals.transforms import in_backward
 
 
-class _OfThread(threading.local):
+class _Local(threading.local):
     def __init__(self) -> None:
         self.solves: list[list[Tensor]] = []  # the mask of each running solve, empty until drawn; innermost last
 
@@ -26,8 +26,8 @@ class SolveDropout(nn.Module):
 
     A module has one mask: use a separate module in each place of a cell. In training these raise: ``drop_converged``,
     ``compile``, ``Reversible``, ``Unrolled(checkpoint=True)``, an activation checkpoint inside of the cell (one around
-    the block works), second derivatives, and gradients of torch.func. A block with ``cuda_graph`` refuses it. Source:
-    Gal and Ghahramani, NeurIPS 2016, in recurrent networks.
+    the block works), second derivatives, and gradients of torch.func. A block with ``cuda_graph`` refuses it.
+    Source: Gal and Ghahramani, NeurIPS 2016, in recurrent networks.
 
     Args:
         p: probability, from 0 to 1.
@@ -36,8 +36,7 @@ class SolveDropout(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as above.
-        RuntimeError: a call in a solve has another shape than the one before. Or a backward pass calls the module after
-            its solve has ended.
+        RuntimeError: a call in a solve has another shape than the one before, or comes from a backward pass later.
 
     Examples:
         >>> class Cell(torch.nn.Module):
@@ -59,17 +58,17 @@ class SolveDropout(nn.Module):
         for dim in self.dims:
             check_count("dims", dim, 0)
         self._scale = 1 / (1 - p) if p < 1 else 0.0
-        self._of_thread = _OfThread()
+        self._local = _Local()
         self._has_solved = False
 
     def begin_solve(self) -> None:
         """Start without a mask, unless a solve around this one holds one."""
         self._has_solved = True
-        self._of_thread.solves.append(self._of_thread.solves[-1] if self._of_thread.solves else [])
+        self._local.solves.append(self._local.solves[-1] if self._local.solves else [])
 
     def end_solve(self) -> None:
         """Drop the mask, unless a solve around this one holds it."""
-        self._of_thread.solves.pop()
+        self._local.solves.pop()
 
     cancel_solve = end_solve
 
@@ -83,7 +82,7 @@ class SolveDropout(nn.Module):
         """Mask that broadcasts to z."""
         for dim in self.dims:
             z = z.narrow(dim, 0, 1)
-        if not self._of_thread.solves:
+        if not self._local.solves:
             if self._has_solved and in_backward():
                 raise RuntimeError(
                     "SolveDropout was called in a backward pass, when its mask was gone. It does not work with "
@@ -91,14 +90,13 @@ class SolveDropout(nn.Module):
                     "checkpoint inside of the cell (put it around the block)"
                 )
             return self._draw(z)
-        drawn = self._of_thread.solves[-1]
+        drawn = self._local.solves[-1]
         if not drawn:
             drawn.append(self._draw(z))
         if drawn[0].shape != z.shape:
-            raise RuntimeError(
-                f"SolveDropout drew a mask {tuple(drawn[0].shape)} in this solve, which does not fit {tuple(z.shape)}: "
-                "use a separate module in each place of a cell, and drop_converged=False"
-            )
+            why = f"a mask {tuple(drawn[0].shape)} in this solve, which does not fit {tuple(z.shape)}"
+            use = "use a separate module in each place of a cell, and drop_converged=False"
+            raise RuntimeError(f"SolveDropout drew {why}: {use}")
         return drawn[0]
 
     def _draw(self, z: Tensor) -> Tensor:
@@ -106,11 +104,11 @@ class SolveDropout(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the masks of running solves, which belong to a thread."""
-        return {**self.__dict__, "_of_thread": None}
+        return {**self.__dict__, "_local": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._of_thread = _OfThread()
+        self._local = _Local()
 
     def extra_repr(self) -> str:
         return f"p={self.p}, dims={self.dims}"

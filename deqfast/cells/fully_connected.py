@@ -26,8 +26,7 @@ class FCCell(nn.Module):
         features: width of z, (B, features).
         activation: "identity", "relu", "tanh" or "gelu".
         bias: whether there is a b.
-        device: of the parameters, as for the modules of torch; None: torch's default.
-        dtype: of the parameters, a floating point type; None: torch's default.
+        device, dtype: of the parameters, as for torch's modules, a floating-point type; None: torch's defaults.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or x has the wrong shape in a call.
@@ -74,9 +73,8 @@ class FCCell(nn.Module):
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
         """Solve in one launch, see ``deqfast.fc_fixed_point``; None if only the ordinary loop can solve it."""
         check_features("x", x, self.injection.in_features)
-        if not is_plain(self):
-            return None
-        return solve_cell(self.weight, lambda: self.injection(x), self.activation, z0, solver, kernel)
+        arguments = self.weight, lambda: self.injection(x), self.activation, z0, solver, kernel
+        return solve_cell(*arguments) if is_plain(self) else None
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -46,8 +46,7 @@ class LinearCell(nn.Module):
 
     Args:
         features: D, the width of z and x, both (B, D).
-        device: of the parameters, as for the modules of torch; None: torch's default.
-        dtype: of the parameters, a floating point type; None: torch's default.
+        device, dtype: of the parameters, as for torch's modules, a floating-point type; None: torch's defaults.
 
     Raises:
         TypeError, ValueError: `features` is not an integer of at least 1; in a call, x has another shape.
@@ -75,6 +74,4 @@ class LinearCell(nn.Module):
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
         """Solve in one launch, see ``deqfast.fc_fixed_point``; None if only the ordinary loop can solve it."""
         check_features("x", x, self.weight.shape[0])
-        if not is_plain(self):
-            return None
-        return solve_cell(self.weight, lambda: x, "identity", z0, solver, kernel)
+        return solve_cell(self.weight, lambda: x, "identity", z0, solver, kernel) if is_plain(self) else None

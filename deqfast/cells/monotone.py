@@ -44,8 +44,7 @@ class MonotoneCell(nn.Module):
         alpha: step, greater than 0. Forward-backward contracts below 2 m / L^2, Peaceman-Rachford for any. None: each
             solve computes m / L^2 or 1 / L from A and B, with an upper bound of L.
         bias: whether there is a b.
-        device: of the parameters, as for the modules of torch; None: torch's default.
-        dtype: of the parameters, a floating point type; None: torch's default.
+        device, dtype: of the parameters, as for torch's modules, a floating-point type; None: torch's defaults.
 
     Attributes:
         A, B: parameters (D, D), to be changed in place.
@@ -86,13 +85,8 @@ class MonotoneCell(nn.Module):
             check_number("alpha", alpha, 0, low_open=True)
         check_dtype(dtype)
         self.splitting, self.activation = splitting, activation
-        self.matrices = _Matrices(
-            recurrent_weight(features, device, dtype),
-            recurrent_weight(features, device, dtype),
-            splitting == "peaceman-rachford",
-            margin,
-            alpha,
-        )
+        a, b = recurrent_weight(features, device, dtype), recurrent_weight(features, device, dtype)
+        self.matrices = _Matrices(a, b, splitting == "peaceman-rachford", margin, alpha)
         self.injection = nn.Linear(in_features, features, bias=bias, device=device, dtype=dtype)
 
     @property

@@ -24,26 +24,16 @@ class Cell(Protocol):
     Examples:
         A custom cell, with a start and a dropout mask that stays the same during a solve:
 
-        >>> class MaskedCell(torch.nn.Module):
-        ...     def __init__(self, features):
-        ...         super().__init__()
-        ...         self.linear = torch.nn.Linear(features, features)
-        ...         self.mask = None
-        ...
+        >>> class MaskedCell(torch.nn.Linear):
         ...     def forward(self, z, x):
-        ...         y = 0.3 * torch.tanh(self.linear(z)) + x
-        ...         return y if self.mask is None else y * self.mask
+        ...         return (0.3 * torch.tanh(super().forward(z)) + x) * self.mask
         ...
         ...     def initial_state(self, x):
         ...         return x.clone()
         ...
         ...     def begin_solve(self):
-        ...         keep = torch.rand(self.linear.out_features) > 0.1
-        ...         self.mask = keep / 0.9 if self.training else None
-        ...
-        ...     def end_solve(self):
-        ...         self.mask = None
-        >>> block = deqfast.DEQBlock(MaskedCell(8))
+        ...         self.mask = (torch.rand(self.out_features) > 0.1) / 0.9 if self.training else 1.0
+        >>> block = deqfast.DEQBlock(MaskedCell(8, 8))
         >>> block(torch.randn(4, 8)).shape
         torch.Size([4, 8])
     """
@@ -89,16 +79,14 @@ class CellHooks(Protocol):
         """Finish a forward pass: for example, update statistics with what the differentiated evaluations measured.
 
         Called once per forward pass, after the solve and the evaluations that its gradient needs. It runs before the
-        value is returned and long before the backward pass. If the forward pass raises, it is called on modules without
-        ``cancel_solve``.
+        value is returned, long before the backward pass, and without ``cancel_solve`` also if the forward pass raises.
         """
 
     def cancel_solve(self) -> None:
         """Finish a forward pass that raises an error: for example, drop what a failed batch has measured.
 
         Called in place of ``end_solve``, before the error reaches the caller. The first training call of a block also
-        calls it, after checking whether the cell changes between calls. That check is skipped if a module has
-        ``end_solve`` but lacks this method.
+        calls it, after checking the cell, unless a module has ``end_solve`` but lacks this method.
         """
 
     def fixed_point(self, x: Any, z0: Any, solver: Solver, kernel: str) -> Solution | None:
@@ -119,8 +107,7 @@ class CellHooks(Protocol):
         """Value of f at the positions from `first` on, (B, T - first, ...) for each tensor of z.
 
         A block with causal=True calls it in place of the cell once the positions before have ended in all sequences.
-        They then take no part in the evaluation, except in what the others read of them. It is not called in
-        ``trajectory``, nor for gradients, nor under torch.func.
+        They take part only in what the others read. Not called for gradients, in ``trajectory`` or under torch.func.
 
         Args:
             z: the state at all positions.

@@ -34,12 +34,10 @@ class ResidualCell(nn.Module):
             others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They support float32, bfloat16 and
             float64. They need normalisations that are still GroupNorm, without hooks and with their own forward.
             Otherwise, and under torch.func and forward-mode AD, "auto" is "torch".
-        device: of the parameters, as for the modules of torch; None: torch's default.
-        dtype: of the parameters, a floating point type; None: torch's default.
+        device, dtype: of the parameters, as for torch's modules, a floating-point type; None: torch's defaults.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. In a call, x has the wrong shape, or `kernel` does not
-            support these normalisations.
+        TypeError, ValueError: an argument is not as above, in a call the shape of x or `kernel` for these modules.
         RuntimeError: `kernel` is not available in a call. Under torch.func and forward AD only "auto" and "torch" are.
 
     Examples:
@@ -94,9 +92,8 @@ class ResidualCell(nn.Module):
             )
         if in_torch_func() or in_forward_mode():  # no kernel supports these
             if self.kernel not in ("auto", "torch"):
-                raise RuntimeError(
-                    f"kernel={self.kernel!r} does not run under torch.func or forward-mode AD: use 'auto' or 'torch'"
-                )
+                where = "under torch.func or forward-mode AD"
+                raise RuntimeError(f"kernel={self.kernel!r} does not run {where}: use 'auto' or 'torch'")
             return Kernel("torch")
         served = fit and (y.dtype in DTYPES or self.kernel != "auto")
         if not served or (self.kernel == "auto" and is_exporting()):  # so that an export runs without deqfast

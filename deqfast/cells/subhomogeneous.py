@@ -52,8 +52,7 @@ class SubhomogeneousCell(nn.Module):
         kernel_size: None: W and U are matrices. Else both are convolutions of this odd size, padded with zeros.
         degree: m, greater than 0 and less than 1. A greater one lets z* depend more on W, and takes more evaluations.
         bias: whether there is a b.
-        device: of the parameters, as for the modules of torch; None: torch's default.
-        dtype: of the parameters, a floating point type; None: torch's default.
+        device, dtype: of the parameters, as for torch's modules, a floating-point type; None: torch's defaults.
 
     Attributes:
         A: parameter (features, features), or (features, features, kernel_size, kernel_size).

@@ -18,31 +18,23 @@ from .torchdeq import DEQ, DEQIndexing, DEQSliced, get_deq, import_torchdeq, reg
 __all__ = ["DEQ", "DEQIndexing", "DEQSliced", "get_deq", "register_deq"]
 
 _LAYERS = {**{name: globals()[name] for name in __all__}, "DEQBase": DEQ}
-_SUBMODULES = {"core", "dropout", "grad", "loss", "norm", "solver", "utils"}
-_TORCHDEQS = {"add_deq_args", "get_solver", "mem_gc", "mixed_init", "register_solver", "reset_deq"}
-_TORCHDEQS |= {"solver_stat_from_final_step", "fp_correction", "jac_reg", "power_method", "register_weight_func"}
-_TORCHDEQS |= {"apply_norm", "register_norm", "register_norm_module", "remove_norm", "reset_norm"}
-_TORCHDEQS |= {"reset_dropout", "VariationalDropout", "VariationalDropout1d", "VariationalDropout2d"}
-_TORCHDEQS |= {"VariationalDropout3d", "VariationalDropToken1d", "VariationalDropToken2d", "VariationalDropToken3d"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _TORCHDEQS:
+    if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_torchdeq(f"deqfast.compat.{name} belongs to torchdeq"), name)
+    return _counterpart(getattr(import_torchdeq(f"{__name__}.{name} belongs to torchdeq"), name))
 
 
 class _Counterparts(MetaPathFinder, Loader):
     """Makes a submodule for each in torchdeq, with all its names, private ones too; deqfast's layers replace its."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not fullname.startswith(f"{__name__}.") or fullname.split(".")[2] not in _SUBMODULES:
+        if not fullname.startswith(f"{__name__}."):
             return None
         import_torchdeq(f"{fullname} belongs to torchdeq")
-        found = find_spec(_in_torchdeq(fullname))
-        return found and ModuleSpec(fullname, self, is_package=found.submodule_search_locations is not None)
+        spec = find_spec(_in_torchdeq(fullname))
+        return spec and ModuleSpec(fullname, self, is_package=spec.submodule_search_locations is not None)
 
     def exec_module(self, module: ModuleType) -> None:
         theirs = vars(import_module(_in_torchdeq(module.__name__)))

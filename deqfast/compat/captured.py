@@ -1,7 +1,6 @@
 """Captured solves of a layer with torchdeq's interface, whose func is a new function in every call.
 
-A capture fixes the memory of what func reads. What it reads through its closure is therefore found, and copied into
-that memory before each replay.
+A capture fixes the memory of what func reads. Before a replay, what its closure holds is copied into that memory.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class _Iteration(nn.Module):
     def forward(self, z: tuple[Tensor, ...], x: tuple[Tensor, Any]) -> tuple[Tensor, ...]:
         model, (y, physics) = self.model, x
         fidelity, prior = model.update_data_fidelity_fn(0), model.update_prior_fn(0)
-        found = model.fixed_point.iterator({"est": z}, fidelity, prior, model.update_params_fn(0), y, physics)
-        return tuple(found["est"][: self.variables])
+        state = model.fixed_point.iterator({"est": z}, fidelity, prior, model.update_params_fn(0), y, physics)
+        return tuple(state["est"][: self.variables])
 
     def initial_state(self, x: tuple[Tensor, Any], init: Any = None) -> tuple[Tensor, ...]:
         """The model's own start: as many variables as its iterations continue from."""
@@ -47,8 +47,7 @@ class Equilibrium(nn.Module):
     """Algorithm of deepinv (>= 0.4), solved for its fixed point by deqfast. Each image stops independently.
 
     Runs GD, PGD and HQS, and three algorithms of several variables that deepinv's own DEQ does not support: ADMM, DRS
-    and CP. The model's `max_iter`, stopping rule and acceleration are not used. Its `get_output` receives the variables
-    from which its iterations continue.
+    and CP. The model's `max_iter`, stopping rule and acceleration are not used. `get_output` gets what is iterated.
 
     Args:
         model: a ``deepinv.optim.BaseOptim``, such as ``deepinv.optim.PGD(...)``, with or without ``DEQ``.
@@ -58,8 +57,7 @@ class Equilibrium(nn.Module):
 
     Raises:
         TypeError: `model` is not a ``BaseOptim``.
-        ValueError: the model runs another algorithm. Or a parameter, prior or fidelity, which the text names, changes
-            between iterations.
+        ValueError: the model runs another algorithm, or what the text names changes between iterations.
 
     Attributes:
         solution: Solution of the last call, or None.

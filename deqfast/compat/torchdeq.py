@@ -27,7 +27,7 @@ from ..gradients.base import confirmed
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
 from ..solvers import Anderson, Broyden, Picard, Solver
-from ..state.groups import Groups
+from ..state.groups import Grouping
 from ..state.norms import sample_norms
 from ..state.packing import Packing, evaluate
 from ..state.rows import per_row
@@ -39,28 +39,10 @@ from ..torch_internals.transforms import values as unwrapped
 from ..torch_internals.weights import hold_weights, modules_of
 from .captured import Captures
 
-_DEFAULTS: dict[str, Any] = {
-    "f_solver": "fixed_point_iter",
-    "b_solver": "fixed_point_iter",
-    "no_stat": None,
-    "f_max_iter": 40,
-    "b_max_iter": 40,
-    "f_tol": 1e-3,
-    "b_tol": 1e-6,
-    "f_stop_mode": "abs",
-    "b_stop_mode": "abs",
-    "eval_factor": 1.0,
-    "eval_f_max_iter": 0,
-    "ift": False,
-    "hook_ift": False,
-    "grad": 1,
-    "tau": 1.0,
-    "sup_gap": -1,
-    "sup_loc": None,
-    "n_states": 1,
-    "indexing": None,
-    "cuda_graph": False,
-}
+_DEFAULTS: dict[str, Any] = dict(f_solver="fixed_point_iter", f_max_iter=40, f_tol=1e-3, f_stop_mode="abs")
+_DEFAULTS |= dict(b_solver="fixed_point_iter", b_max_iter=40, b_tol=1e-6, b_stop_mode="abs")
+_DEFAULTS |= dict(eval_factor=1.0, eval_f_max_iter=0, no_stat=None, cuda_graph=False)
+_DEFAULTS |= dict(ift=False, hook_ift=False, grad=1, tau=1.0, sup_gap=-1, sup_loc=None, n_states=1, indexing=None)
 # Further options of torchdeq's command line: for normalisations, losses and the training loop.
 _ELSEWHERE = {"core", "gamma", "jac_loss_weight", "jac_loss_freq", "jac_incremental", "sradius_mode", "norm_type"}
 _ELSEWHERE |= {"norm_no_scale", "norm_clip", "norm_clip_value", "norm_target_norm", "sn_n_power_iters"}
@@ -70,6 +52,7 @@ _SOLVER_OPTIONS = {
     "anderson": ("m", "lam", "tau", "return_final"),
     "broyden": ("LBFGS_thres", "ls", "return_final"),
 }
+_IN_CALLS = {option for options in _SOLVER_OPTIONS.values() for option in options}
 # Options that only torchdeq's solvers honour in full, with the values that deqfast's solvers honour too.
 _THEIRS: dict[str, tuple[Any, ...]] = {"lam": (0.0, 1e-4), "ls": (False,)}
 _INSTEAD = {
@@ -87,14 +70,8 @@ _RUN_ALL = 1e-30  # tolerance that a residual meets only at an exact fixed point
 def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     """Layer with torchdeq's interface: replaces ``torchdeq.get_deq``, with the same options and defaults.
 
-    Differences from torchdeq: Each sample stops by itself. The window of Anderson has a relative ridge of 1e-6. The
-    backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode` is. `core="indexing"` returns a state
-    for each index, also if the solve ends earlier. In evaluation mode gradients are recorded too.
-
-    `cuda_graph=True` captures the forward solves on a GPU, as ``DEQBlock`` does: one launch replays a solve, and func
-    is not called in it. Tensors that func's closure reads may change from call to call; others must stay at their
-    addresses. ``info`` then has no traces, and `nstep` counts all evaluations of a sample. Calls are refused that
-    torchdeq runs, or with `groups`, `return_final`, simple_fixed_point_iter or several iterates of one solve.
+    The page Coming from torchdeq lists the differences, of which the main one is that each sample stops by itself. It
+    also says what `cuda_graph=True` needs, which replays captured forward solves on a GPU.
 
     A keyword that is unknown and an option that cannot be honoured raise an error. As in torchdeq `ift` replaces the
     last state's `grad`, `n_states` replaces `indexing`, and `sup_gap` replaces `sup_loc`; the last two with a warning.
@@ -102,9 +79,8 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
 
     Args:
         args: torchdeq's options as a mapping, a Namespace or another object with attributes. It may have further keys
-            or attributes. One warning names all such keys, or the attributes that resemble an option. It is not
-            modified.
-        kwargs: options, which override those in `args`.
+            or attributes. One warning names all such keys, or the attributes that resemble an option.
+        kwargs: options, which override those in `args`; that is not modified.
 
     Returns:
         Layer ``deq(func, z_init, solver_kwargs=None, sradius_mode=False)``, see ``DEQ``.
@@ -123,8 +99,7 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     options = _options(args, kwargs)
     core = options.get("core", "sliced")
     check_choice("core", core, tuple(_CORES))
-    layer: DEQ = _CORES[core](options)
-    return layer
+    return _CORES[core](options)
 
 
 def register_deq(deq_type: str, core: Callable[[dict[str, Any]], Any]) -> None:
@@ -143,19 +118,19 @@ def _options(args: Any, kwargs: dict[str, Any]) -> _Options:
     if type(args).__name__ == "DEQConfig":  # torchdeq's
         args = args.config
     own: Mapping[str, Any] = {} if args is None else args if isinstance(args, Mapping) else vars(args)
-    found, known = _Options({**own, **kwargs}), sorted(_DEFAULTS.keys() | _ELSEWHERE)
-    own_core = found.get("core", "sliced") not in ("sliced", "indexing")  # it may have options of its own
+    options, known = _Options({**own, **kwargs}), sorted(_DEFAULTS.keys() | _ELSEWHERE)
+    own_core = options.get("core", "sliced") not in ("sliced", "indexing")  # it may have options of its own
     for name in () if own_core else sorted(kwargs.keys() - {*known}):
-        if any(name in options for options in _SOLVER_OPTIONS.values()):
+        if name in _IN_CALLS:
             raise TypeError(f"get_deq takes no {name!r}: pass it in solver_kwargs of the call")
         raise TypeError(f"get_deq takes no {name!r}{did_you_mean(name, known)}")
     if not isinstance(args, _Options):
-        unused = {name: did_you_mean(name, known, 0.8) for name in sorted(found.keys() - {*known}, key=str)}
+        unused = {name: did_you_mean(name, known, 0.8) for name in sorted(options.keys() - {*known}, key=str)}
         is_config = own is args and not own_core  # else only what resembles an option is sure to be meant as one
         listed = [repr(name) + (hint and f" ({hint[2:]})") for name, hint in unused.items() if hint or is_config]
         if listed:
             warn(f"deqfast: get_deq does not use {', '.join(listed)}")
-    return found
+    return options
 
 
 def import_torchdeq(need: str) -> Any:
@@ -187,17 +162,17 @@ def _is_function(solver: Any) -> bool:
 def _named(solver: Any) -> Any:
     """Name of the solver whose function in torchdeq this is; any other value unchanged."""
     names = map(_SolverName, _SOLVER_OPTIONS if _is_function(solver) else ())
-    return next((name for name in names if name.function is solver), solver)
+    return next((str(name) for name in names if name.function is solver), solver)
 
 
-def _is_registered(solver: str) -> bool:
+def _is_registered(solver: Any) -> bool:
     """Return whether a solver of this name was registered by ``torchdeq.register_solver``."""
     library = sys.modules.get("torchdeq")
     try:
-        found = library and library.get_solver(solver)
+        function = library and library.get_solver(solver)
     except (AssertionError, KeyError, TypeError):
         return False
-    return bool(found) and not getattr(found, "__module__", "").startswith("torchdeq.")
+    return bool(function) and not getattr(function, "__module__", "").startswith("torchdeq.")
 
 
 def _check_list(name: str, value: Any) -> list[Any]:
@@ -210,10 +185,11 @@ def _check_list(name: str, value: Any) -> list[Any]:
 def _warn_of(unknown: dict[str, Any]) -> None:
     """Warn of keywords that a call does not use. torchdeq drops them silently."""
     names = {"solver_kwargs", "sradius_mode", "backward_writer", "x", "groups"}
-    within = {"f_max_iter", *(option for options in _SOLVER_OPTIONS.values() for option in options)}
-    for name in (name for name, value in unknown.items() if value is not None):
-        hint = "; it belongs in solver_kwargs" if name in within else did_you_mean(name, sorted(names))
-        warn(f"deqfast: a call of the layer does not use {name}={unknown[name]!r:.60}{hint}")
+    for name, value in unknown.items():
+        if value is not None:
+            within = name in _IN_CALLS or name == "f_max_iter"
+            hint = "; it belongs in solver_kwargs" if within else did_you_mean(name, sorted(names))
+            warn(f"deqfast: a call of the layer does not use {name}={value!r:.60}{hint}")
 
 
 def _checked_state(z: Any) -> tuple[Any, list[bool]]:
@@ -305,21 +281,18 @@ def _option(name: str) -> property:
     """Attribute of a layer that reads and sets this option. A new value applies from the next call."""
 
     def get(layer: DEQ) -> Any:
-        if name == "f_solver" and layer.function is not None:
-            return layer.function
         value = layer.options[name]
-        return _SolverName(value) if name.endswith("solver") else value
+        return _SolverName(value) if name.endswith("solver") and isinstance(value, str) else value
 
     def put(layer: DEQ, value: Any) -> None:
-        value, function = _named(value), layer.function
-        if name == "f_solver":
-            value, function = (layer.options[name], value) if _is_function(value) else (value, None)
-        options = {**layer.options, name: value}
+        options = {**layer.options, name: _named(value)}
         copy(layer)._configure(options)  # raises before the layer changes
-        layer.function = function
         layer._configure(options)
 
     return property(get, put)
+
+
+_States = tuple[list[Any], Solution, _Method]
 
 
 class DEQ(nn.Module):
@@ -332,14 +305,13 @@ class DEQ(nn.Module):
         f_solver, b_solver: names of the solvers; a call of the name runs torchdeq's function. These and the solvers'
             other options can be set. f_solver may be set to a function like torchdeq's solvers, which torchdeq runs.
         eval_f_max_iter: maximum number of evaluations of func in evaluation mode.
-        registered: options that name a solver that only torchdeq can run.
+        theirs: options whose solver only torchdeq can run.
     """
 
     f_solver, f_max_iter, f_tol, f_stop_mode = map(_option, ("f_solver", "f_max_iter", "f_tol", "f_stop_mode"))
     b_solver, b_max_iter, b_tol, b_stop_mode = map(_option, ("b_solver", "b_max_iter", "b_tol", "b_stop_mode"))
     args = property(lambda layer: layer.options)
     core: str  # torchdeq's name for the class
-    function: Callable[..., Any] | None = None  # f_solver, if it is not a name
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__()
@@ -357,7 +329,7 @@ class DEQ(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch would register a module instead of setting the option, such as a solver that is a module.
-        if name == "function" or isinstance(getattr(type(self), name, None), property):
+        if isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -366,10 +338,11 @@ class DEQ(nn.Module):
         """Set these options; TypeError or ValueError for invalid ones."""
         self.options = _Options(options)
         implicit = options["ift"] or options["hook_ift"]
-        used = ("f_solver", "b_solver") if implicit else ("f_solver",)
-        self.registered = [name for name in used if _is_registered(options[name])]
+        theirs = [name for name in ("f_solver", "b_solver") if _is_registered(options[name])]
+        theirs = ["f_solver", *theirs] if _is_function(options["f_solver"]) else theirs
+        self.theirs = [name for name in theirs if implicit or name == "f_solver"]
         for each in ("f", "b"):
-            if not _is_registered(options[f"{each}_solver"]):
+            if f"{each}_solver" not in theirs:
                 check_choice(f"{each}_solver", options[f"{each}_solver"], tuple(_SOLVER_OPTIONS))
             check_choice(f"{each}_stop_mode", options[f"{each}_stop_mode"], ("abs", "rel"))
             check_number(f"{each}_tol", options[f"{each}_tol"], 0.0)
@@ -377,7 +350,7 @@ class DEQ(nn.Module):
         check_count("b_max_iter", options["b_max_iter"])
         check_choice("cuda_graph", options["cuda_graph"], (False, True))
         self.traces = not (options["no_stat"] or options["f_solver"] == "simple_fixed_point_iter")
-        if "f_solver" not in self.registered:
+        if "f_solver" not in self.theirs:
             self.method = self._forward_method({})
         self.eval_f_max_iter = options["eval_f_max_iter"] or int(options["f_max_iter"] * options["eval_factor"])
         check_count("eval_f_max_iter", self.eval_f_max_iter, 0)
@@ -390,7 +363,7 @@ class DEQ(nn.Module):
             check_count("grad", steps)
         check_number("tau", options["tau"], 0.0, 1.0, low_open=True)
         self.gradients = [self._phantom(steps) for steps in grad]
-        if implicit and "b_solver" not in self.registered:
+        if implicit and "b_solver" not in theirs:
             backward = _method("b", options["b_solver"], options["b_tol"], "rel", {}).solver
             # Starts at the gradient. torchdeq starts at zeros, and reaches the gradient after one product.
             self.gradients[-1] = _Gradient(Implicit(replace(backward, max_iter=options["b_max_iter"])))
@@ -403,19 +376,17 @@ class DEQ(nn.Module):
         sradius_mode: bool = False,
         backward_writer: Callable[[dict[str, Tensor]], None] | None = None,
         x: Any = None,
-        groups: Groups | Tensor | str | None = None,
+        groups: Grouping = None,
         **unknown: Any,
     ) -> tuple[list[Any], dict[str, Tensor]]:
         """Solve z = func(z) from z_init, for B samples.
 
         Args:
-            func: maps a tensor like z_init, or as many tensors as z_init holds, to the same shapes. If it is a module,
-                parametrised weights are computed once per solve.
+            func: maps tensors like z_init's to the same shapes. A module's parametrised weights are computed once.
             z_init: floating-point (B, ...), or a list of such tensors. A tensor without dimensions is one sample.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
                 anderson, `LBFGS_thres` of broyden. `return_final=True` returns the last iterate, not the best. torchdeq
-                itself runs a call with a `lam` of anderson other than 0 and 1e-4, or with `ls=True` of broyden. An
-                option that the solver does not use gives a warning.
+                itself runs a `lam` of anderson other than 0 and 1e-4, and `ls=True` of broyden. Others give a warning.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
             x: a tensor or a tree of tensors, passed to func as its last argument. It is needed for second derivatives
@@ -429,8 +400,7 @@ class DEQ(nn.Module):
             nstep (B,); abs_trace, rel_trace (B, N), residuals of the iterates; sradius (B,) if asked for, else (1,).
 
         Raises:
-            TypeError, ValueError: an option of `solver_kwargs` is out of range or cannot be honoured. Or z_init is not
-                finite or not floating-point. Or func returns another shape.
+            TypeError, ValueError: an option, z_init or the value of func is not as above, or z_init is not finite.
             ImportError: torchdeq has to run this call and is not installed.
         """
         _warn_of(unknown)
@@ -440,27 +410,24 @@ class DEQ(nn.Module):
             no = "no x, no groups and no cuda_graph"
             raise ValueError(f"{theirs} is run by torchdeq, which takes {no}: {_INSTEAD[theirs]}")
         if theirs:
-            found: tuple[list[Any], dict[str, Tensor]]
-            found = untraced(self._run_torchdeq, theirs, func, z_init, given, sradius_mode, backward_writer)
-            return found
+            return untraced(self._run_torchdeq, theirs, func, z_init, given, sradius_mode, backward_writer)
         states, info, solution = untraced(self._run, func, z_init, x, given, sradius_mode, backward_writer, groups)
         self._forward_notice.look(solution)
         return states, info
 
     def _torchdeqs(self, given: dict[str, Any]) -> str:
         """Name of what only torchdeq can run: a solver, or an option of this call; else empty."""
-        if self.function is not None or self.registered:
-            return "f_solver" if self.function is not None else self.registered[0]
-        used = _SOLVER_OPTIONS[self.options["f_solver"]]
+        used = () if self.theirs else _SOLVER_OPTIONS[self.options["f_solver"]]
         asked = [name for name in _THEIRS if name in used and given.get(name, 0) not in _THEIRS[name]]
-        return asked[0] if asked else ""
+        return next(iter(self.theirs + asked), "")
 
     def _run_torchdeq(self, needed: str, *call: Any) -> Any:
         """States and info from torchdeq's own layer with these options; ImportError naming what needs torchdeq."""
-        options = {name: value for name, value in self.options.items() if value is not None}
+        function = self.options["f_solver"] if _is_function(self.options["f_solver"]) else None
+        options = {name: value for name, value in self.options.items() if value not in (None, function)}
         library = import_torchdeq(f"{needed} is run by torchdeq ({_INSTEAD[needed]})")
         layer = library.get_deq(options, core=self.core).train(self.training)
-        layer.f_solver = self.function or layer.f_solver
+        layer.f_solver = function or layer.f_solver
         return layer(*call)
 
     def _run(
@@ -481,17 +448,11 @@ class DEQ(nn.Module):
         cell = (lambda z, x: func(z, *x)) if isinstance(z, Tensor) else (lambda z, x: list(func(*z, *x)))
         z = _as_rows(z) if any(bare) else z
         samples = None if groups is None else Packing(z, groups).groups
-        plan = Plan(
-            cell=(lambda z, x: _as_rows(cell(_without_rows(z, bare), x))) if any(bare) else cell,
-            x=() if x is None else (x,),
-            z0=detached(z),
-            options=method.solving
-            if groups is None
-            else Options(solver=method.solver, groups=Packing(z, groups).groups),
-            solves=self._solves if samples is None else None,
-            on_backward=on_backward,
-            advances=self.training,
-        )
+        options = method.solving if samples is None else Options(solver=method.solver, groups=samples)
+        own: dict[str, Any] = dict(on_backward=on_backward, advances=self.training)
+        own["solves"] = self._solves if samples is None else None
+        own["cell"] = (lambda z, x: _as_rows(cell(_without_rows(z, bare), x))) if any(bare) else cell
+        plan = Plan(x=() if x is None else (x,), z0=detached(z), options=options, **own)
         with solving(modules_of(func)), hold_weights(modules_of(func)):  # begin_solve may change the modules
             at = self._evaluations(max_iter) if self.training else [max_iter]
             gradients = self.gradients if self.training else self.gradients[-1:]
@@ -506,9 +467,7 @@ class DEQ(nn.Module):
             states = [_without_rows(state, bare) for state in states]
         return states, info, solution
 
-    def _states(
-        self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]
-    ) -> tuple[list[Any], Solution, _Method]:
+    def _states(self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]) -> _States:
         """States with these gradients; then the Solution and the method of the solve that ends in the last state."""
         raise NotImplementedError("a subclass of DEQ must define forward")
 
@@ -566,17 +525,15 @@ class DEQSliced(DEQ):
 
     core = "sliced"
 
-    def _states(
-        self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]
-    ) -> tuple[list[Any], Solution, _Method]:
+    def _states(self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]) -> _States:
         states: list[Any] = []
         for gradient, end, begin in zip(gradients, at, [0, *at], strict=False):
             if states:
                 plan = replace(plan, z0=detached(states[-1]))
             method = _limited(method, end - begin)
             _, value, solution = self._solve(plan, method, [])
-            found, last = _attach(plan, method, gradient, solution.changed(value=value))
-            states += found
+            attached, last = _attach(plan, method, gradient, solution.changed(value=value))
+            states += attached
         return states, last, method
 
 
@@ -585,16 +542,14 @@ class DEQIndexing(DEQ):
 
     core = "indexing"
 
-    def _states(
-        self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]
-    ) -> tuple[list[Any], Solution, _Method]:
+    def _states(self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]) -> _States:
         states: list[Any] = []
         method = _limited(method, at[-1])
         # The state after evaluation n of f is the argument of evaluation n + 1. Broyden counts one less.
         before, value, solution = self._solve(plan, method, [n + method.ends_in_f for n in at[:-1]])
         for gradient, state in zip(gradients, [*before, value], strict=True):
-            found, last = _attach(plan, method, gradient, solution.changed(value=state))
-            states += found
+            attached, last = _attach(plan, method, gradient, solution.changed(value=state))
+            states += attached
         return states, last, method
 
     def _spread(self, max_iter: int, count: int) -> list[int]:
@@ -632,15 +587,14 @@ def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, So
         absolute, relative = kept.residuals()[:, -1].to(packing.dtype)
         finite = torch.isfinite(absolute)
         rows = finite if packing.groups is None else packing.groups.of_rows(finite)
-        found = [
+        *states, value = [
             pytree.tree_map(lambda v, start: torch.where(per_row(rows, v), v, start), each, plan.z0)
             for each in (*taps.states, z)
         ]
     status = torch.full_like(finite, Status.MAX_ITER, dtype=torch.int8).masked_fill(~finite, Status.NONFINITE)
     count = torch.full_like(status, kept.calls, dtype=torch.int32)
     made = {"evaluations": kept.calls, "sample_evaluations": kept.calls * packing.batch}
-    solution = Solution(found[-1], status, count, absolute, residual_rel=relative, residual_abs=absolute, **made)
-    return found[:-1], found[-1], solution
+    return states, value, Solution(value, status, count, absolute, relative, absolute, **made)
 
 
 def _surely_all(samples: Tensor) -> bool:
@@ -700,17 +654,16 @@ class _Kept:
         if not self.method.solver.is_absolute:
             residual = residual / torch.stack(lengths[1::2]).clamp_min(_TINY)
         residual = residual.nan_to_num(math.inf, math.inf)
-        found = self.later
+        candidates = self.later
         if self.least is not None:
-            residual, found = torch.cat([self.least[None], residual]), [self.kept, *found]
+            residual, candidates = torch.cat([self.least[None], residual]), [self.kept, *candidates]
         self.least, choice = residual.min(dim=0)
-        taken = list(range(len(found)))
+        chosen = list(range(len(candidates)))
         if choice.device.type == "cpu":
-            numbers = torch.bincount(unwrapped(choice).flatten(), minlength=len(found)).tolist()
-            taken = [n for n in taken if numbers[n]]
-        self.kept, self.later = found[taken[-1]], []
-        for n in taken[:-1]:
-            self.kept = self._select(choice == n, found[n], self.kept)
+            chosen = torch.unique(unwrapped(choice)).tolist()
+        self.kept, self.later = candidates[chosen[-1]], []
+        for n in chosen[:-1]:
+            self.kept = self._select(choice == n, candidates[n], self.kept)
 
     def _select(self, samples: Tensor, chosen: list[Tensor], others: list[Tensor]) -> list[Tensor]:
         """Copies of `chosen` in the rows of the samples, else of `others`: both may lie in the solver's memory."""
@@ -751,16 +704,10 @@ class _Kept:
             values, absolute, relative, iterations = self._with_ended(solution, kept, step)
         if not self.method.ends_in_f:  # torchdeq's Broyden does not count its evaluation at z0
             iterations = iterations - 1
-        trace = trace.to(kept.dtype)
-        return pytree.tree_unflatten(values, self.packing.spec), replace(
-            solution,
-            iterations=iterations,
-            residual=absolute if self.method.solver.is_absolute else relative,
-            residual_abs=absolute,
-            residual_rel=relative,
-            trace_abs=trace[0],
-            trace_rel=trace[1],
-        )
+        changes: dict[str, Any] = {"residual_abs": absolute, "residual_rel": relative, "iterations": iterations}
+        changes["residual"] = absolute if self.method.solver.is_absolute else relative
+        changes["trace_abs"], changes["trace_rel"] = trace.to(kept.dtype)
+        return pytree.tree_unflatten(values, self.packing.spec), replace(solution, **changes)
 
     def _with_ended(
         self, solution: Solution, kept: Tensor, step: Tensor

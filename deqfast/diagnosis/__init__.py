@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._checks import check_count
 from ..api.block import DEQBlock
 from ..api.changes import changing_modules, difference
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
-from ..state.groups import Groups
+from ..state.groups import Grouping
 from ..torch_internals.transforms import check_plain, check_values
 from . import measure
 from .problem import Problem
@@ -26,7 +25,7 @@ def diagnose(
     x: Any,
     z0: Any = None,
     *,
-    groups: Groups | Tensor | str | None = None,
+    groups: Grouping = None,
     samples: int = 4,
     starts: int = 4,
     seed: int = 0,
@@ -54,8 +53,7 @@ def diagnose(
         The findings and the advice.
 
     Raises:
-        TypeError, ValueError: `samples`, `starts` or the batch is of a size that is not allowed; else as a call of the
-            block.
+        TypeError, ValueError: `samples`, `starts` or the size of the batch is not allowed; else as in a call.
         RuntimeError: within torch.func or forward-mode AD.
 
     Examples:

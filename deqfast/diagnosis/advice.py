@@ -30,7 +30,7 @@ def advise(d: Any) -> list[str]:
     """Advice that a ``Diagnosis`` gives."""
     if first := _for_one_function(d):
         return [f"{first}. Then diagnose again: the other findings depend on this."]
-    return [*_of_convergence(d), *_of_answers(d), *_of_gradients(d)]
+    return [*_convergence(d), *_answers(d), *_gradients(d)]
 
 
 def _for_one_function(d: Any) -> str | None:
@@ -44,25 +44,23 @@ def _for_one_function(d: Any) -> str | None:
     return None
 
 
-def _of_convergence(d: Any) -> Iterator[str]:
+def _convergence(d: Any) -> Iterator[str]:
     failed = {status for status in d.statuses if status != Status.CONVERGED.name}
     if Status.NONFINITE.name in failed:
         yield f"f is not finite in {d.statuses[Status.NONFINITE.name]} samples: {REMEDIES[Status.NONFINITE]}."
     elif Status.STALLED.name in failed:
         tolerance = 10 ** math.ceil(math.log10(d.residual_as_it_is))
-        yield (
-            f"f is rounded too coarsely for this tolerance: call the block in float32, outside of autocast and with "
-            f"x.float(), or set rtol={tolerance:g}."
-        )
+        call = f"call the block in float32, outside of autocast and with x.float(), or set rtol={tolerance:g}"
+        yield f"f is rounded too coarsely for this tolerance: {call}."
     elif failed and all(run.length[-1] < VANISHED * max(run.length) for run in d.runs):
         yield f"The fixed point is zero, at which no relative tolerance is met: set atol= of {_name(d.solver)}."
     elif failed and all(run.own is None for run in d.runs):
         yield _why_none(d)
     else:
-        yield from _of_solvers(d)
+        yield from _solvers(d)
 
 
-def _of_solvers(d: Any) -> Iterator[str]:
+def _solvers(d: Any) -> Iterator[str]:
     """A solver that converges, if the block's does not, or one that needs far fewer evaluations."""
     able = sorted((run for run in d.runs if run.own is not None), key=lambda run: run.own)
     own = [run for run in able if type(run.solver) is type(d.solver)]
@@ -92,54 +90,47 @@ def _why_none(d: Any) -> str:
     return f"{said}: {d.remedy.change}. Then {spelled(solver)} converges, in {needed} evaluations."
 
 
-def _of_answers(d: Any) -> Iterator[str]:
-    yield from _of_broken_values(d)
+def _answers(d: Any) -> Iterator[str]:
+    yield from _broken_values(d)
     identity = median(d.step) < COLLAPSED
     if identity:
-        yield (
-            f"The cell is nearly the identity, it moves a random state by {median(d.step):.1g}: leave the skip "
-            "connection out, f(z, x) = h(z, x) instead of z + h(z, x)."
-        )
+        change = "leave the skip connection out, f(z, x) = h(z, x) instead of z + h(z, x)"
+        yield f"The cell is nearly the identity, it moves a random state by {median(d.step):.1g}: {change}."
     if not bool(d.settled.any()):
         return
     if not identity and largest(d.spread) > SEVERAL:
-        yield (
-            f"There are several fixed points, {largest(d.spread):.2g} apart: start evaluation as training starts, or "
-            "make the cell contract by smaller weights, regularize.jacobian_penalty or a MonotoneCell."
-        )
+        contract = "make the cell contract by smaller weights, regularize.jacobian_penalty or a MonotoneCell"
+        several = f"There are several fixed points, {largest(d.spread):.2g} apart"
+        yield f"{several}: start evaluation as training starts, or {contract}."
     if not identity and largest(d.dependence) < COLLAPSED:
-        yield (
-            "z* is nearly the same for other x: give x more weight in the cell, add it before the last normalisation, "
-            "and keep activations out of saturation."
-        )
+        give = "give x more weight in the cell, add it before the last normalisation"
+        yield f"z* is nearly the same for other x: {give}, and keep activations out of saturation."
     sizes = [size for size in pytree.tree_leaves(d.sizes) if size > 0]
     if not d.scaled and len(sizes) > 1 and max(sizes) > SIZES_APART * min(sizes):
         yield f"The tensors of z are of different size, and small ones hardly count: set scale={rounded(d.sizes)}."
 
 
-def _of_broken_values(d: Any) -> Iterator[str]:
+def _broken_values(d: Any) -> Iterator[str]:
     """Advice on values that are not finite though the solve met none, or not only there."""
-    found = {"f is not finite at a random state as large as z*": ~d.step.isfinite()}
-    found["The Jacobian at z* is not finite"] = d.settled & ~(d.radius.isfinite() & d.norm.isfinite())
-    for what, broken in found.items():
+    places = {"f is not finite at a random state as large as z*": ~d.step.isfinite()}
+    places["The Jacobian at z* is not finite"] = d.settled & ~(d.radius.isfinite() & d.norm.isfinite())
+    for what, broken in places.items():
         if bool(broken.any()):
-            yield (
-                f"{what} in {int(broken.sum())} of {len(broken)} samples: keep arguments of roots, logarithms and "
-                "divisions away from their limits, such as by torch.clamp or torch.nn.functional.softplus."
-            )
+            limits = "keep arguments of roots, logarithms and divisions away from their limits"
+            by = "torch.clamp or torch.nn.functional.softplus"
+            yield f"{what} in {int(broken.sum())} of {len(broken)} samples: {limits}, such as by {by}."
 
 
-def _of_gradients(d: Any) -> Iterator[str]:
+def _gradients(d: Any) -> Iterator[str]:
     if not d.gradients or not isinstance(d.adjoint, (JFB, Neumann, Phantom)):
         return
     radius, error = largest(d.radius[d.settled]), median(d.gradients[repr(d.adjoint)].measured)
     off = f"{_name(d.adjoint)}'s gradient is off by {100 * error:.0f} % of the exact one's length"
     if radius >= 1:
         measured = "" if math.isnan(error) else f" {off}."
-        yield (
-            f"At z* the spectral radius reaches {radius:.2g}, so the series of JFB, Neumann and Phantom diverges: take "
-            f'adjoint="implicit", or make the cell contract.{measured}'
-        )
+        diverges = "so the series of JFB, Neumann and Phantom diverges"
+        take = f'take adjoint="implicit", or make the cell contract.{measured}'
+        yield f"At z* the spectral radius reaches {radius:.2g}, {diverges}: {take}"
     elif error > GRADIENT_OFF:
         better = [key for key, of in d.gradients.items() if median(of.measured) < GRADIENT_OFF]
         also = f", or {better[0]}," if better else ""

@@ -123,8 +123,8 @@ def _first_to_meet(solution: Solution, solver: Solver) -> int | None:
     size, rule = (absolute / relative).nan_to_num(nan=0.0), solver.rule()  # |f(z)|, and 0 without a residual
     start = torch.maximum(size[0], absolute[0])
     now = Evaluation(absolute, absolute / (size + rule.offset), size, absolute[0], start)
-    found = (now.converged(rule) | (absolute == 0)).all(dim=1).nonzero()
-    return int(found[0]) + 1 if len(found) else None
+    converged = (now.converged(rule) | (absolute == 0)).all(dim=1)
+    return int(converged.int().argmax()) + 1 if bool(converged.any()) else None
 
 
 def quality(solution: Solution) -> tuple[int, float]:
@@ -144,18 +144,18 @@ def norm(problem: Problem, z: Any) -> Tensor:
     size = torch.maximum(problem.norms(z), problem.norms(base)).clamp_min(1e-30)
     step = size * residual_floor(values, states, device, float32_products_eps(device)) ** 0.5
     squares = [factor**2 for factor in problem.packing.factors or [1.0] * len(leaves)]
-    v, found = problem.map(torch.randn_like, z), torch.zeros_like(size)
+    v, longest = problem.map(torch.randn_like, z), torch.zeros_like(size)
     for _ in range(NORM_PRODUCTS):
         scaled = step / problem.norms(v).clamp_min(1e-30)
         with torch.no_grad():
             moved = problem.f(problem.map(torch.add, z, _times(problem, scaled, v)))
         w = _times(problem, 1 / step, problem.map(torch.sub, moved, base))
-        found = problem.norms(w)
+        longest = problem.norms(w)
         products = vjp(outputs, leaves, [t / s for t, s in zip(pytree.tree_leaves(w), squares, strict=True)])
-        found_v = zip(products, leaves, squares, strict=True)
-        v = [torch.zeros_like(leaf) if p is None else p * square for p, leaf, square in found_v]
+        parts = zip(products, leaves, squares, strict=True)
+        v = [torch.zeros_like(leaf) if p is None else p * square for p, leaf, square in parts]
         v = pytree.tree_unflatten(v, problem.packing.spec)
-    return found
+    return longest
 
 
 def _times(problem: Problem, numbers: Tensor, tree: Any) -> Any:
@@ -178,11 +178,9 @@ def first_step(problem: Problem, z: Any) -> Tensor:
 
 def spread(problem: Problem, solution: Solution, others: Iterable[Solution]) -> Tensor:
     """Distances, relative, of the solution from others, (answers, B); NaN if one of the two has not converged."""
-    found = []
-    for other in others:
-        both = solution.converged & other.converged
-        found.append(torch.where(both, problem.distances(solution.value, other.value), torch.nan))
-    return torch.stack(found)
+    both = [(other, solution.converged & other.converged) for other in others]
+    gaps = [torch.where(c, problem.distances(solution.value, other.value), torch.nan) for other, c in both]
+    return torch.stack(gaps)
 
 
 def _size(leaf: Tensor) -> float:
@@ -213,7 +211,7 @@ def alone(problem: Problem, z: Any, row: int) -> float | None:
     rows = torch.tensor([row], device=problem.packing.device)
     if problem.packing.groups is not None:
         return None
-    part, f = problem.of_rows(z, rows)
+    part, f = problem.taken(z, rows)
     with torch.no_grad():
         whole = problem.map(lambda leaf: leaf.index_select(0, rows), problem.f(z))
         if not math.isfinite(problem.norms(whole)):
@@ -229,7 +227,7 @@ def gradient_errors(
 ) -> dict[str, GradientError]:
     """Errors of the gradients by approximate adjoints at fixed points z, of these rows or of all."""
     plan, packing = problem.plan, problem.packing
-    z, f = (z, problem.f) if rows is None else problem.of_rows(z, rows)
+    z, f = (z, problem.f) if rows is None else problem.taken(z, rows)
     norms = norms if rows is None else norms[rows]
     solved: list[Solution] = []
     # With an input b that is added to f, the gradient in b is u.
@@ -239,24 +237,19 @@ def gradient_errors(
     )
     solution = problem.solve(Picard(TIGHT, max_iter=1), f, z)
     probe = [torch.randn_like(leaf) for leaf in problem.leaves(z)]
+    lengths = partial(sample_norms, groups=plan.groups, factors=packing.transposed().factors)
 
-    def u_of(adjoint: Adjoint) -> list[Tensor]:
+    def solved_by(adjoint: Adjoint) -> tuple[Tensor, ...]:
         value, _ = adjoint.differentiate(shifted, solution)
-        return list(torch.autograd.grad(problem.leaves(value), problem.leaves(b), probe))
+        return torch.autograd.grad(problem.leaves(value), problem.leaves(b), probe)
 
-    exact = u_of(EXACT)
-    kinds = {type(each): each for each in (JFB(), Neumann(), Phantom())}
-    kinds = {kind: adjoint if kind is type(adjoint) else each for kind, each in kinds.items()}
-    factors = packing.transposed().factors
-    lengths = [
-        sample_norms(of, plan.groups, factors=factors)
-        for of in (exact, *([a - b for a, b in zip(u_of(each), exact, strict=True)] for each in kinds.values()))
-    ]
-    known = solved[0].converged
-    return {
-        repr(each): GradientError(_estimate(each, norms)[known], (error / lengths[0])[known])
-        for each, error in zip(kinds.values(), lengths[1:], strict=True)
-    }
+    exact, errors = solved_by(EXACT), {}
+    size, known = lengths(exact), solved[0].converged
+    for each in (JFB(), Neumann(), Phantom()):
+        each = adjoint if type(adjoint) is type(each) else each
+        error = lengths([a - b for a, b in zip(solved_by(each), exact, strict=True)])
+        errors[repr(each)] = GradientError(_estimate(each, norms)[known], (error / size)[known])
+    return errors
 
 
 def _estimate(adjoint: Adjoint, norms: Tensor) -> Tensor:
@@ -293,7 +286,7 @@ def _depends(problem: Problem, cell: Callable[[Any, Any], Any], z: Any) -> bool:
     Near a fixed point that does not follow x, such as 0 for a cell that multiplies z by x, its value does not either.
     The change is relative to z or to the value at the start, the longer one, since z may be 0.
     """
-    x = pytree.tree_map(lambda leaf: _nudged(leaf) if isinstance(leaf, Tensor) else leaf, problem.plan.x)
+    x = pytree.tree_map_only(Tensor, _nudged, problem.plan.x)
     if not any(isinstance(leaf, Tensor) and is_of_state(leaf) for leaf in pytree.tree_leaves(x)):
         return True
     moved = problem.norms(problem.map(torch.sub, cell(z, x), cell(z, problem.plan.x)))
@@ -306,29 +299,30 @@ def _nudged(leaf: Tensor) -> Tensor:
 
 
 def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
-    leaves = problem.leaves(problem.plan.z0)
-    if not any(leaf.is_complex() or leaf.dim() < 2 or _normalises(leaf) <= 2 for leaf in leaves):
-        norms = " and ".join(dict.fromkeys(f"torch.nn.{_norm_for(leaf)}" for leaf in leaves))
-        change = f"normalise the cell's value, by {norms} last"
+    norms = [_normalisation(leaf) for leaf in problem.leaves(problem.plan.z0)]
+    if all(norms):
+        change = f"normalise the cell's value, by {' and '.join(dict.fromkeys(norms))} last"
         yield change, lambda z, x: problem.map(_normalised, problem.cell(z, x))
     for shrink in SHRINKS:
         change = f"give it {shrink:g} z in place of z, or smaller weights, bounded by torch.nn.utils.parametrizations"
-        yield change, partial(_of_shrunk, problem, shrink)
+        yield change, partial(_with_shrunk, problem, shrink)
 
 
-def _of_shrunk(problem: Problem, shrink: float, z: Any, x: Any) -> Any:
+def _with_shrunk(problem: Problem, shrink: float, z: Any, x: Any) -> Any:
     return problem.cell(problem.map(lambda leaf: shrink * leaf, z), x)
 
 
-def _normalises(leaf: Tensor) -> int:
-    """How many numbers ``_norm_for`` normalises together; of one or two it leaves only signs."""
-    return leaf.shape[1:].numel() if leaf.dim() > 3 else leaf.shape[-1]
+def _normalisation(leaf: Tensor) -> str:
+    """Module that normalises all numbers of an image (C, H, W), else the last dimension.
 
-
-def _norm_for(leaf: Tensor) -> str:
-    return f"GroupNorm(1, {leaf.shape[1]})" if leaf.dim() > 3 else f"LayerNorm({leaf.shape[-1]})"
+    Empty for complex numbers, and for one or two numbers, of which it would leave only signs.
+    """
+    is_image = leaf.dim() > 3
+    if leaf.is_complex() or leaf.dim() < 2 or (leaf.shape[1:].numel() if is_image else leaf.shape[-1]) <= 2:
+        return ""
+    return f"torch.nn.GroupNorm(1, {leaf.shape[1]})" if is_image else f"torch.nn.LayerNorm({leaf.shape[-1]})"
 
 
 def _normalised(leaf: Tensor) -> Tensor:
-    """Value of ``_norm_for``: it normalises all numbers of an image (C, H, W), else the last dimension."""
+    """Value of ``_normalisation``."""
     return functional.group_norm(leaf, 1) if leaf.dim() > 3 else functional.layer_norm(leaf, leaf.shape[-1:])

@@ -85,8 +85,7 @@ class Problem:
 
     def leaves(self, tree: Any) -> list[Tensor]:
         """Leaves of a tree like z."""
-        found: list[Tensor] = self.packing.spec.flatten_up_to(tree)
-        return found
+        return self.packing.spec.flatten_up_to(tree)
 
     def norms(self, tree: Any) -> Tensor:
         """Norms of the samples of a tree like z, (B,) float64."""
@@ -102,7 +101,7 @@ class Problem:
         leaves = zip(*map(self.leaves, trees), strict=True)
         return pytree.tree_unflatten([function(*each) for each in leaves], self.packing.spec)
 
-    def of_rows(self, z: Any, rows: Tensor) -> tuple[Any, Callable[[Any], Any]]:
+    def taken(self, z: Any, rows: Tensor) -> tuple[Any, Callable[[Any], Any]]:
         """These rows of z, and f for them only."""
         x = take_rows(self.plan.x, self.marks, rows)
         return self.map(lambda leaf: leaf.index_select(0, rows), z), lambda part: self.cell(part, x)

@@ -31,8 +31,7 @@ class Diagnosis:
         statuses: number of samples of each ``Status`` in the block's own solve.
         evaluations_as_it_is, residual_as_it_is: evaluations of that solve, and its largest relative residual.
         runs: trials of the solvers, with more evaluations and a tighter tolerance.
-        settled: (B,) bool, samples for which one of these solves found a fixed point. All that follows is measured at
-            this z*, or at the best iterate of a sample without one.
+        settled: (B,) bool, samples with a fixed point, at which all that follows is measured, else at the best iterate.
         radius, norm: (B,) spectral radius of the Jacobian in z, and its norm, estimated from below.
         spread: (answers, B) distances of z* from the answers of the other solvers, then from random starts.
         moved: (B,) distance of z* from z0.
@@ -83,8 +82,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """All findings and the advice as numbers, strings, lists and dictionaries that JSON takes; None for NaN."""
-        found: dict[str, Any] = _plain(self)
-        return found | {"advice": self.advice}
+        return _plain(self) | {"advice": self.advice}
 
     def __str__(self) -> str:
         lines = [f"{self.cell}: batch of {len(self.settled)}, diagnosed by {self.evaluations} evaluations"]
@@ -124,29 +122,30 @@ class Diagnosis:
         return lines
 
     def _contraction(self) -> list[str]:
-        found = bool(self.settled.any())
-        where = "at z*" if found else "at the best iterate, which is not a fixed point"
-        radius, norm = (of[self.settled] if found else of for of in (self.radius, self.norm))
+        any_settled = bool(self.settled.any())
+        where = "at z*" if any_settled else "at the best iterate, which is not a fixed point"
+        rows = self.settled if any_settled else slice(None)
+        radius, norm = self.radius[rows], self.norm[rows]
         plain = next(run for run in self.runs if isinstance(run.solver, Picard))
-        failed = found and largest(radius) < 1 and all(needed is None for needed in plain.needs.values())
+        failed = any_settled and largest(radius) < 1 and all(needed is None for needed in plain.needs.values())
         but = f", but not within {len(plain.residual)} evaluations from z0" if failed else ""
         return [
-            f"Spectral radius of the Jacobian {where}: {_spread_of(radius)}. Below 1 plain iteration converges from "
+            f"Spectral radius of the Jacobian {where}: {_spread(radius)}. Below 1 plain iteration converges from "
             f"near z*{but}.",
-            f"Its norm: {_spread_of(norm)}. Below 1 each step comes nearer, and the errors below have a bound.",
+            f"Its norm: {_spread(norm)}. Below 1 each step comes nearer, and the errors below have a bound.",
         ]
 
     def _collapse(self) -> list[str]:
-        step = f"Distance of f(z) from a random z: {_spread_of(self.step)}. Near 0 the cell is the identity."
+        step = f"Distance of f(z) from a random z: {_spread(self.step)}. Near 0 the cell is the identity."
         if not bool(self.settled.any()):
             return [step]
         answers = int((~self.spread.isnan()).sum())
         return [
-            f"Distance of z* from z0: {_spread_of(self.moved)}.",
+            f"Distance of z* from z0: {_spread(self.moved)}.",
             step,
-            f"Distance of z* from answers of other solvers and from random starts: {_spread_of(self.spread)}. Near 0 "
+            f"Distance of z* from answers of other solvers and from random starts: {_spread(self.spread)}. Near 0 "
             f"there is one fixed point. {answers} of {self.spread.numel()} of these answers have converged.",
-            f"Distance of z* between samples: {_spread_of(self.dependence)}. Near 0 the cell ignores x.",
+            f"Distance of z* between samples: {_spread(self.dependence)}. Near 0 the cell ignores x.",
         ]
 
     def _gradients(self) -> list[str]:
@@ -193,11 +192,11 @@ class Diagnosis:
 
     def _show_errors(self, axes: Any) -> None:
         heights = {kind: [median(getattr(of, kind)) for of in self.gradients.values()] for kind in _KINDS}
-        for shift, (kind, of_kind) in zip((-0.2, 0.2), heights.items(), strict=True):
-            axes.bar([i + shift for i in range(len(of_kind))], of_kind, 0.4, label=kind)
+        for shift, (kind, errors) in zip((-0.2, 0.2), heights.items(), strict=True):
+            axes.bar([i + shift for i in range(len(errors))], errors, 0.4, label=kind)
         names = [name.partition("(")[0] for name in self.gradients]
         axes.set(xticks=range(len(names)), xticklabels=names, ylabel="relative error of the gradient, median")
-        if any(height > 0 for of_kind in heights.values() for height in of_kind):
+        if any(height > 0 for errors in heights.values() for height in errors):
             axes.set_yscale("log")
             axes.legend(fontsize="small")
 
@@ -207,7 +206,7 @@ def _wrapped(text: str, bullet: str = "  ") -> list[str]:
     return wrap if "   " not in text else [bullet + text]  # a line of a table stays unchanged
 
 
-def _spread_of(numbers: Tensor) -> str:
+def _spread(numbers: Tensor) -> str:
     """Median and largest of the numbers that were measured."""
     known = numbers[~numbers.isnan()]
     if not known.numel():

@@ -139,24 +139,18 @@ Evaluation = Callable[[], tuple[Any, Tensor]]
 def whole(f: Callable[[Any], Any], packing: Packing, state: State) -> Evaluation:
     """Evaluations of all samples."""
     z, unpack, pack = state.z, packing.unpack, packing.packer(state.z)
-    if not packing.is_view:
+    is_rows, is_view = packing.is_rows, packing.is_view
 
-        def call() -> tuple[Any, Tensor]:
-            value = evaluate(f, unpack(z))
-            return value, pack(value)
-
-        return call
-    is_rows = packing.is_rows
-
-    def call_with_view() -> tuple[Any, Tensor]:
-        before = z._version
+    def call() -> tuple[Any, Tensor]:
         # A view for each call: f may set its gradient, its data or attributes.
-        value = f(z.view_as(z) if is_rows else unpack(z))
-        if z._version != before:
+        shown = z.view_as(z) if is_rows else unpack(z)
+        before = z._version if is_view else versions(shown)
+        value = f(shown)
+        if (z._version if is_view else versions(shown)) != before:
             raise writes()
         return value, pack(value)
 
-    return call_with_view
+    return call
 
 
 class Compaction:
@@ -228,36 +222,14 @@ class Front:
         return value, self.rows
 
 
-Before = Callable[[Any, Tensor, int], Tensor]
-"""Called before step k with f's value and its rows; returns the rows for the step."""
+def stop(stop_fn: StopFn, packing: Packing, state: State, value: Any, rows: Tensor, k: int) -> Tensor:
+    """End samples by the caller's rule before step k; return the rows of f's value for the step.
 
-
-def stopping(stop_fn: StopFn, packing: Packing, state: State) -> Before:
-    """End samples by the caller's rule."""
-
-    def stop(value: Any, rows: Tensor, k: int) -> Tensor:
-        rows = countable(rows)
-        _end(state, _asked(stop_fn, packing, state, value, k + 1), rows, k)
-        return rows
-
-    return stop
-
-
-def recording(state: State) -> Callable[[], None]:
-    """Record the residuals after a step; a solver may skip numbers of evaluations."""
-    assert state.trace is not None
-    lines = iter(state.trace)
-
-    def record() -> None:
-        next(lines).copy_(state.residual)
-
-    return record
-
-
-def _asked(stop_fn: StopFn, packing: Packing, state: State, value: Any, k: int) -> Tensor:
-    """Mask of samples to end, by the rule. It may keep z, which is a copy, and must not write to f(z)."""
+    The rule may keep z, which is a copy, and must not write to f(z).
+    """
+    rows = countable(rows)
     before, status = versions(value), state.status
-    ended = stop_fn(packing.unpack(state.z.clone()), value, k)
+    ended = stop_fn(packing.unpack(state.z.clone()), value, k + 1)
     if versions(value) != before:
         raise ValueError("stop_fn must not modify its argument value, got a rule that works in place on it")
     parts = (ended.shape, ended.dtype, ended.device) if isinstance(ended, Tensor) else ()
@@ -265,7 +237,8 @@ def _asked(stop_fn: StopFn, packing: Packing, state: State, value: Any, k: int) 
         got = f"{tuple(ended.shape)} {ended.dtype} on {ended.device}" if parts else repr(ended)
         wanted = f"({packing.batch},) torch.bool on {status.device}"
         raise ValueError(f"stop_fn must return a mask {wanted}, got {got}")
-    return ended
+    _end(state, ended, rows, k)
+    return rows
 
 
 def _end(state: State, ended: Tensor, rows: Tensor, k: int) -> None:

@@ -119,12 +119,8 @@ def run(plan: Plan) -> Solution:
     in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
     in_parts = in_steps or options.groups is not None or options.scale is not None
     in_parts = in_parts or options.lockstep is not None or options.state_group is not None or options.causal
-    if not in_parts and attribute(plan.cell, "fixed_point") is not None:
-        return _by_cell(plan)
-    return _by_solver(plan)
-
-
-def _by_solver(plan: Plan) -> Solution:
+    if not in_parts and attribute(plan.cell, "fixed_point") is not None and (solution := _by_cell(plan)) is not None:
+        return solution
     if plan.graphs is not None:
         solve = plan.solve(plan.options, plan.z0)
         return plan.graphs.solve(solve, plan.cell, plan.x, plan.z0, lambda: in_loop(plan))
@@ -149,12 +145,12 @@ def in_loop(plan: Plan) -> Solution:
     return plan.solve(plan.options, plan.z0)(f, plan.z0, plan.is_fresh, plan.keep_inverse)
 
 
-def _by_cell(plan: Plan) -> Solution:
-    """Call the cell's own ``fixed_point``; if it returns None, run graphs, compiled code or the loop."""
+def _by_cell(plan: Plan) -> Solution | None:
+    """Result of the cell's own ``fixed_point``; None if it leaves the solve to the others."""
     with torch.no_grad():
-        solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.options.kernel)
+        solution: Solution | None = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.options.kernel)
     if solution is None:
-        return _by_solver(plan)
+        return None
     # A copy, because the cell may return the same Solution again; its tree may be in another order of keys than z0's.
     leaves = in_order_of(plan.z0, solution.value)
     return replace(solution, value=pytree.tree_unflatten(leaves, pytree.tree_structure(plan.z0)))

@@ -28,7 +28,7 @@ from ..torch_internals.graphs import unread
 from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.weights import NOTHING
 from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
-from .loop import CommonWatch, Compaction, Front, StopFn, iterate, recording, stopping, watch_of, whole
+from .loop import CommonWatch, Compaction, Front, StopFn, iterate, stop, watch_of, whole
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
@@ -149,8 +149,7 @@ class Solve:
     def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], int | None]:
         """Function that runs the iterations `first` ... `until` - 1; it returns the last step's result."""
         last, stop_fn, step = self.solver.max_iter - 1, self.options.stop_fn, None
-        before = [] if stop_fn is None else [stopping(stop_fn, self.packing, state)]
-        after = [] if state.trace is None else [recording(state)]
+        lines = None if state.trace is None else iter(state.trace)  # a solver may skip numbers of evaluations
 
         def advance(first: int, until: int) -> int | None:
             nonlocal step
@@ -160,11 +159,11 @@ class Solve:
                 if step is None:
                     state.rule = self.rule(value)
                     step = self.solver.bind(state)
-                for part in before:
-                    rows = part(value, rows, k)
+                if stop_fn is not None:
+                    rows = stop(stop_fn, self.packing, state, value, rows, k)
                 running = step(rows, k, k == last)
-                for note in after:
-                    note()
+                if lines is not None:
+                    next(lines).copy_(state.residual)
             return running
 
         return advance
@@ -331,9 +330,6 @@ class Solves:
                 self._kept.clear()
             return self._kept.setdefault((options, layout), solve)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the solves: a copy compiles its own."""
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Solves.__init__(self)
+    def __reduce__(self) -> tuple[type[Solves], tuple[()]]:
+        """A copy has none of the solves: it compiles its own."""
+        return Solves, ()

@@ -23,17 +23,3 @@ def as_adjoint(adjoint: str | Adjoint) -> Adjoint:
         ValueError: `adjoint` is neither, nor the name of an adjoint class in small letters.
     """
     return object_named("adjoint", adjoint, Adjoint, _BY_NAME)
-
-
-__all__ = [
-    "ADJOINTS",
-    "Adjoint",
-    "Implicit",
-    "JFB",
-    "Neumann",
-    "Phantom",
-    "Reversible",
-    "SHINE",
-    "Unrolled",
-    "as_adjoint",
-]

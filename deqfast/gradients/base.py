@@ -4,12 +4,10 @@ The forward value is the solver's z*, in training and evaluation. Its gradient c
 y = f(z*, x). A ``Rule`` maps the gradient g of z* to u. The graph of y then gives the gradients (df/dx)^T u in x, and
 (df/dw)^T u in each weight w. ``JFB`` has u = g. ``Implicit`` has u = (I - J^T)^-1 g, with J = df/dz at z*.
 
-In y a healthy sample replaces each sample whose solve broke down; the latter gets no gradient. So one NaN row of x
-cannot make a weight's gradient NaN.
+In y a healthy sample replaces each broken one, which gets no gradient: a NaN row of x makes no weight's gradient NaN.
 
 The graph of y treats z* as a constant. With create_graph=True a rule therefore also returns gradients in the tensors
-that y depends on. Their values are zero. Their derivative is the part of the second derivative that y lacks; a rule
-without second derivatives raises there.
+that y depends on, with value zero. Their derivative is the part of the second derivative that y lacks, or an error.
 """
 
 from __future__ import annotations
@@ -33,15 +31,7 @@ from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import per_row
 from ..torch_internals import pytree
-from ..torch_internals.autograd import (
-    Gradients,
-    Graph,
-    edge_of,
-    in_order_of,
-    not_leaves,
-    requiring_grad,
-    with_nodes,
-)
+from ..torch_internals.autograd import Gradients, Graph, edge_of, in_order_of, not_leaves, requiring_grad, with_nodes
 from ..torch_internals.dynamo import untraced
 from ..torch_internals.transforms import Members
 from ..torch_internals.weights import next_node
@@ -55,7 +45,7 @@ class Recorded:
 
     Attributes:
         outputs: its leaves, in the order of z's.
-        of_x: tensors of x that require a gradient.
+        in_x: tensors of x that require a gradient.
         graph: their graph, of which the search for leaves behind it begins only when it is asked for.
     """
 
@@ -63,15 +53,15 @@ class Recorded:
         first = next_node()
         inner = with_nodes(x)  # else a tensor of x could not be distinguished from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))
-        self.of_x, state = requiring_grad(x), requiring_grad(z)
-        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state] if self.of_x else state, first)
+        self.in_x, state = requiring_grad(x), requiring_grad(z)
+        self.graph = Graph(self.outputs, [*requiring_grad(inner), *state] if self.in_x else state, first)
         self.is_of_state = bool(state)
 
     @property
     def is_differentiable(self) -> bool:
         """Whether a tensor other than z that requires a gradient takes part."""
-        if self.of_x or not self.is_of_state:
-            return bool(self.of_x or self.graph.ends)
+        if self.in_x or not self.is_of_state:
+            return bool(self.in_x or self.graph.ends)
         return bool(self.graph.ends) and (bool(self.held) or self.hides)
 
     @property
@@ -87,7 +77,7 @@ class Recorded:
     @property
     def sources(self) -> list[Tensor]:
         """The outside tensors on which the evaluation depends: those of x, then the leaves that the cell holds."""
-        return [*self.of_x, *self.held]
+        return [*self.in_x, *self.held]
 
 
 class Rule:
@@ -109,7 +99,7 @@ class Rule:
     def pull_members(self, grads: list[Tensor], members: Members) -> list[Tensor]:
         """u for the g of each member of a batch, (V, ...)."""
         pulled = [self.pull([g[i] for g in grads]) for i in range(members.count)]
-        return [torch.stack(of_one) for of_one in zip(*pulled, strict=True)]
+        return [torch.stack(values) for values in zip(*pulled, strict=True)]
 
     def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
         """u with a graph, and further gradients in the sources, see the module's docstring."""
@@ -130,10 +120,10 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
     if not recorded.is_differentiable:
         return value
     if type(rule) is Rule and broken is None and _is_alike(value, y := recorded.outputs[0]):
-        of_x = [_anchor(t) for t in recorded.of_x]
-        return _in_place_of(y, value, partial(_refused, rule, recorded.graph, of_x))
+        in_x = [_anchor(t) for t in recorded.in_x]
+        return _in_place_of(y, value, partial(_refused, rule, recorded.graph, in_x))
     values, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
-    sources = recorded.sources if rule.has_second_derivatives else recorded.of_x
+    sources = recorded.sources if rule.has_second_derivatives else recorded.in_x
     to = _To(rule, recorded.graph, broken, values, [y.dtype for y in recorded.outputs], sources)
     attached = list(_Attach.apply(to, *recorded.outputs, *sources))
     return attached[0] if spec is None else pytree.tree_unflatten(attached, spec)
@@ -162,23 +152,22 @@ def _anchor(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf or tensor.layout is not torch.strided else tensor.unsqueeze(0)[:0].clone()
 
 
-def _refused(rule: Rule, graph: Graph, of_x: list[Tensor], grads: tuple[Tensor | None, ...]) -> Any:
+def _refused(rule: Rule, graph: Graph, in_x: list[Tensor], grads: tuple[Tensor | None, ...]) -> Any:
     """Hook of a node: with create_graph=True, u for this g, whose own derivative raises an error.
 
-    of_x: tensors whose graphs lead to those of x.
+    in_x: tensors whose graphs lead to those of x.
     """
     if not torch.is_grad_enabled() or grads[0] is None:
         return None
-    return tuple(_with_graph(rule, graph, [grads[0]], [*of_x, *graph.behind[0]])[0])
+    return tuple(_with_graph(rule, graph, [grads[0]], [*in_x, *graph.behind[0]])[0])
 
 
 def _with_graph(rule: Rule, graph: Graph, grads: list[Tensor], sources: list[Tensor]) -> tuple[list[Tensor], Gradients]:
     """``Rule.pull_with_graph``; RuntimeError if the cell holds a tensor that was computed outside."""
     if graph.behind[1]:
-        raise RuntimeError(
-            f"deqfast: create_graph=True through {rule.name} would lose a part of second derivatives, "
-            "because the cell holds a tensor computed outside of it: give it to the block in x"
-        )
+        why = "because the cell holds a tensor computed outside of it: give it to the block in x"
+        lost = "would lose a part of second derivatives"
+        raise RuntimeError(f"deqfast: create_graph=True through {rule.name} {lost}, {why}")
     return rule.pull_with_graph(grads, sources)
 
 
@@ -296,14 +285,8 @@ def _compared(solution: Solution, options: Options, z: Any, evaluation: list[Ten
     solver = options.solver
     gaps = [y - leaf for y, leaf in zip(evaluation, leaves, strict=True)]
     factors = factors_of(options.scale, pytree.tree_structure(z))
-    norms = partial(
-        sample_norms,
-        groups=options.groups,
-        maximum=solver.norm == "max",
-        factors=factors,
-        parts=options.state_group,
-    )
-    size, gap = norms(evaluation), norms(gaps)
+    arguments = options.groups, solver.norm == "max", factors, options.state_group
+    size, gap = sample_norms(evaluation, *arguments), sample_norms(gaps, *arguments)
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)
     bound = allowed + rounding * size if solver.is_absolute else (allowed + rounding) * size
     if solver.offset:

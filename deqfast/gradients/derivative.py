@@ -143,21 +143,21 @@ class Linearisation:
 
     def pull(self, grads: Tensors) -> Tensors:
         """Gradients in the chosen tensors, for gradients of f."""
-        return torch.func.vjp(self._of_chosen, self._chosen)[1](grads)[0]
+        return torch.func.vjp(self._restricted, self._chosen)[1](grads)[0]
 
     def push(self, tangents: Tensors) -> Tensors:
         """Tangents of f, for tangents of the chosen tensors.
 
         It transposes twice, because forward-mode AD does not nest in itself.
         """
-        value, product = torch.func.vjp(self._of_chosen, self._chosen)[:2]
+        value, product = torch.func.vjp(self._restricted, self._chosen)[:2]
         return transpose(product, value)(tangents)[0]
 
     @property
     def _chosen(self) -> Tensors:
         return [[*self.rows, *self.others][i] for i in self.chosen]
 
-    def _of_chosen(self, chosen: Tensors) -> Tensors:
+    def _restricted(self, chosen: Tensors) -> Tensors:
         """f as a function of the chosen tensors, in the dtypes of the state."""
         tensors = [*self.rows, *self.others]
         for i, tensor in zip(self.chosen, chosen, strict=True):
@@ -184,10 +184,8 @@ class Derivative:
         raise self._missing()
 
     def _missing(self) -> RuntimeError:
-        return RuntimeError(
-            f"deqfast: {self.name} has no derivative under torch.func and in forward-mode AD: use Implicit(), JFB(), "
-            "Phantom() or Unrolled()"
-        )
+        missing = f"{self.name} has no derivative under torch.func and in forward-mode AD"
+        return RuntimeError(f"deqfast: {missing}: use Implicit(), JFB(), Phantom() or Unrolled()")
 
 
 class Once(Derivative):
@@ -255,7 +253,7 @@ class _Attached(_OfCall):
             return tuple(over_members(lambda tangents: ctx.derivative.push(at, tangents), pushed))
 
 
-def of_members(options: Options, members: int) -> Options:
+def for_members(options: Options, members: int) -> Options:
     """Options of a solve of several members of a vmap, folded into one batch."""
     groups = options.groups
     return options if groups is None or members == 1 else replace(options, groups=groups.repeated(members))

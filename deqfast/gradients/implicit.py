@@ -12,19 +12,8 @@ from torch import Tensor
 from ..engine.plan import Plan
 from ..solution import Solution
 from ..solvers import Anderson, MixedAnderson, Solver, as_solver
-from ..torch_internals import pytree
-from ..torch_internals.autograd import (
-    Gradients,
-    Valve,
-    detached,
-    for_products,
-    in_order_of,
-    multiplier,
-    present_autocast,
-    product,
-    requiring_grad,
-    vjp,
-)
+from ..torch_internals import autograd, pytree
+from ..torch_internals.autograd import Gradients
 from ..torch_internals.dynamo import uncompiled
 from ..torch_internals.transforms import Members
 from .base import Adjoint, Evaluate, Recorded, Rule, attach, confirmed
@@ -80,7 +69,7 @@ class Implicit(Adjoint):
         if plan.linearised is not None and rule.recorded.is_differentiable:
             rule.product = plan.linearised(plan.cell, z, x)
         elif plan.graphs is not None and plan.solves is not None:
-            ordinary = multiplier(rule.recorded.outputs, pytree.tree_leaves(rule.z))
+            ordinary = autograd.multiplier(rule.recorded.outputs, pytree.tree_leaves(rule.z))
             rule.product = Captured(plan.graphs, plan.cell, z, x, ordinary)
         value = attach(plan.forward_value(solution, rule.recorded.outputs, broken), rule.recorded, rule, broken)
         return value, confirmed(solution, plan.options, z, rule.recorded.outputs)
@@ -112,15 +101,15 @@ class _Inverted(Rule):
         super().__init__("Implicit")
         # A graph of compiled code may serve a single product, and is not differentiable twice.
         self.solve, self.evaluate, self.x = solve, uncompiled(evaluate), x
-        self.z = detached(z, requires_grad=True)
-        with for_products(evaluate):
+        self.z = autograd.detached(z, requires_grad=True)
+        with autograd.for_products(evaluate):
             self.recorded = Recorded(self.evaluate, self.z, x)
-        self.autocast = present_autocast(pytree.tree_leaves(z)[0].device.type)
+        self.autocast = autograd.present_autocast(pytree.tree_leaves(z)[0].device.type)
         self.product: Product | Captured | None = None  # compiled, or by a CUDA graph
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
-        multiply = self.product or multiplier(self.recorded.outputs, leaves)
+        multiply = self.product or autograd.multiplier(self.recorded.outputs, leaves)
         with self.autocast():
             return self.solve.transposed()(multiply, grads, spec)
 
@@ -128,7 +117,7 @@ class _Inverted(Rule):
         leaves, spec = pytree.tree_flatten(self.z)
 
         def products(u: list[Tensor]) -> Gradients:
-            pulled = product(self.recorded.outputs, leaves, unfold(u, members.count), is_grads_batched=True)
+            pulled = autograd.product(self.recorded.outputs, leaves, unfold(u, members.count), is_grads_batched=True)
             return [None if p is None else p.flatten(0, 1) for p in pulled]
 
         with self.autocast():
@@ -140,26 +129,25 @@ class _Inverted(Rule):
         """u = (I - J^T)^-1 g as a fixed point, u = J(z*, x)^T u + g, which is differentiable in g, z* and x.
 
         The gradient in a source s is p(z*) = (df/ds)^T u. The recorded evaluation gives it for a constant z*, and thus
-        lacks (dp/dz) (dz*/ds) in its derivative. The further gradient p(z*) - p(z) supplies this: z* depends on s, and
-        z equals z* as a constant. Its value is zero.
+        lacks (dp/dz) (dz*/ds) in its derivative. The further gradient p(z*) - p(z), of value zero, supplies this.
         """
         spec = pytree.tree_structure(self.z)
         with torch.no_grad():
             u = pytree.tree_unflatten(self.pull(grads), spec)
         with self.autocast():
-            moving = attach(detached(self.z), self.recorded, self)
+            moving = attach(autograd.detached(self.z), self.recorded, self)
             rule = _Inverted(self.solve.transposed(), self._adjoint_map, u, (grads, moving, self.x))
             u = pytree.tree_leaves(attach(u, rule.recorded, rule))
             if not self._is_repeatable():
                 return u, [self.refuse(torch.zeros_like(source), sources) for source in sources]
-            pairs = zip(self._products(moving, u), self._products(detached(self.z), u), strict=True)
+            pairs = zip(self._products(moving, u), self._products(autograd.detached(self.z), u), strict=True)
             gaps = [None if a is None or b is None else a - b for a, b in pairs]
         return u, [None if gap is None else gap - gap.detach() for gap in gaps]
 
     @torch.no_grad()
     def _is_repeatable(self) -> bool:
         """Return whether the cell, with its hooks, masks and weights, is unchanged since it was recorded."""
-        again = in_order_of(self.z, self.evaluate(detached(self.z), self.x))
+        again = autograd.in_order_of(self.z, self.evaluate(autograd.detached(self.z), self.x))
         return all(
             torch.allclose(a, b, rtol=1e3 * torch.finfo(b.dtype).eps, atol=1e3 * torch.finfo(b.dtype).eps)
             for a, b in zip(again, self.recorded.outputs, strict=True)
@@ -167,19 +155,19 @@ class _Inverted(Rule):
 
     def _products(self, z: Any, u: list[Tensor]) -> Gradients:
         """Products of u with the Jacobian in the sources of an evaluation at z, with a graph."""
-        valve = Valve()
+        valve = autograd.Valve()
         x = valve(self.x)
-        evaluation = in_order_of(self.z, self.evaluate(valve(z), x))
+        evaluation = autograd.in_order_of(self.z, self.evaluate(valve(z), x))
         with valve.closed():
-            return vjp(evaluation, [*requiring_grad(x), *self.recorded.held], u, create_graph=True)
+            return autograd.vjp(evaluation, [*autograd.requiring_grad(x), *self.recorded.held], u, create_graph=True)
 
     def _adjoint_map(self, u: Any, given: tuple[list[Tensor], Any, Any]) -> Any:
         """u -> J^T u + g with a graph, given (g, z, x)."""
         grads, z, x = given
         with torch.enable_grad():
             z = pytree.tree_map(lambda t: t if t.requires_grad else t.detach().requires_grad_(), z)
-            evaluation = in_order_of(self.z, self.evaluate(z, x))
-            products = vjp(evaluation, pytree.tree_leaves(z), pytree.tree_leaves(u), create_graph=True)
+            evaluation = autograd.in_order_of(self.z, self.evaluate(z, x))
+            products = autograd.vjp(evaluation, pytree.tree_leaves(z), pytree.tree_leaves(u), create_graph=True)
         leaves = [g if p is None else p + g for p, g in zip(products, grads, strict=True)]
         return pytree.tree_unflatten(leaves, pytree.tree_structure(self.z))
 
@@ -187,8 +175,7 @@ class _Inverted(Rule):
 class _Implicitly(Derivative):
     """Derivatives by the implicit function theorem, as solves that are differentiable in the same way.
 
-    Tangents are dz = (I - J)^-1 df, where df are the tangents of the function at a fixed state. Gradients use the
-    transpose.
+    Tangents are dz = (I - J)^-1 df, with df those of the function at a fixed state. Gradients use the transpose.
     """
 
     def __init__(self, solve: LinearSolve, spec: pytree.TreeSpec) -> None:

@@ -20,7 +20,7 @@ from ..state.rows import all_finite, known_finite, per_row
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, for_products, in_order_of, multiplier
 from ..torch_internals.dynamo import uncompiled
-from .derivative import of_members
+from .derivative import for_members
 from .linearised import Product
 
 Products = Callable[[list[Tensor]], Sequence["Tensor | None"]]
@@ -43,10 +43,10 @@ def _affine(cell: Any, at: tuple[Any, Any], right: Any) -> Callable[[Any], Any]:
     z, evaluate = detached(at[0], requires_grad=True), uncompiled(cell)
     with torch.enable_grad(), for_products(cell):
         outputs = in_order_of(z, evaluate(z, at[1]))
-    multiply, of_right = multiplier(outputs, pytree.tree_leaves(z)), pytree.tree_leaves(right)
+    multiply, constant = multiplier(outputs, pytree.tree_leaves(z)), pytree.tree_leaves(right)
 
     def f(u: Any) -> Any:
-        pairs = zip(multiply(pytree.tree_leaves(u)), of_right, strict=True)
+        pairs = zip(multiply(pytree.tree_leaves(u)), constant, strict=True)
         return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], pytree.tree_structure(u))
 
     return f
@@ -61,13 +61,13 @@ class LinearSolve:
 
     Attributes:
         options: those of the solve; the solver has atol=0.
-        of_transposed: those of the solve with the transposed matrix, whose u has the inverse scale.
+        for_transpose: those of the solve with the transposed matrix, whose u has the inverse scale.
         solves: keeps the compiled solves, if given.
         on_backward: called with the Solution.
     """
 
     options: Options
-    of_transposed: Options
+    for_transpose: Options
     solves: Solves | None
     on_backward: Callable[[Solution], None]
 
@@ -78,7 +78,7 @@ class LinearSolve:
 
     def transposed(self) -> LinearSolve:
         """Solve with the transposed matrix."""
-        return LinearSolve(self.of_transposed, self.options, self.solves, self.on_backward)
+        return LinearSolve(self.for_transpose, self.options, self.solves, self.on_backward)
 
     def __call__(
         self, products: Products | Product | Captured, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
@@ -96,17 +96,16 @@ class LinearSolve:
         if parts is not None or not all(map(known_finite, right)):
             finite = all_finite(right, parts)
             start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
-        options = self.options if members == 1 else of_members(self.options, members)
+        options = self.options if members == 1 else for_members(self.options, members)
         groups = options.groups
-        # The system is linear: with a right-hand side of size 1 the scale of the loss does not matter. Beyond 2^100 the
-        # factor would not be representable.
+        # With a right-hand side of size 1 the loss's scale does not matter. Factors above 2^100 would overflow.
         factors = factors_of(options.scale, spec)
         exponent = torch.frexp(sample_norms(start, groups, True, factors, parts)).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-        of_rows = sizes if groups is None else groups.of_rows(sizes)
-        start = [(g / per_row(of_rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes
+        rows = sizes if groups is None else groups.of_rows(sizes)
+        start = [(g / per_row(rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes
         solution = self._solve(products, start, spec, options)
-        values = [(u * per_row(of_rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
+        values = [(u * per_row(rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
         residual = solution.residual_abs * sizes
         self.on_backward(solution.changed(value=pytree.tree_unflatten(values, spec), residual_abs=residual))
         if finite is None:
@@ -126,15 +125,15 @@ class LinearSolve:
                 *(lambda: self._solve(captured.ordinary, start, spec, options), _affine),
             )
 
-        def of_tensor(u: Tensor) -> Tensor:
+        def on_tensor(u: Tensor) -> Tensor:
             product = products([u])[0]
             return right if product is None else product + right
 
-        def of_tree(u: object) -> object:
+        def on_tree(u: object) -> object:
             pairs = zip(products(pytree.tree_leaves(u)), start, strict=True)
             return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], spec)
 
         z0, right = pytree.tree_unflatten(start, spec), start[0]
-        f = of_tensor if z0 is right else of_tree
+        f = on_tensor if z0 is right else on_tree
         kept = self.solves if options is self.options else None
         return (Solve(z0, options) if kept is None else kept.of(options, z0))(f, z0)

@@ -22,12 +22,10 @@ from .phantom import Damped, Phantom
 class Neumann(Adjoint):
     """Neumann series: (I - J^T)^-1 replaced by r (I + M + ... + M^(steps-1)), M = r J^T + (1 - r) I, r = relaxation.
 
-    At an exact z* this is the gradient of ``Phantom`` with as many steps, in the memory of one evaluation of the cell.
-    Source: Geng et al., NeurIPS 2021, equation 8.
+    At z* it is ``Phantom``'s gradient, in the memory of one evaluation. Source: Geng et al., NeurIPS 2021, equation 8.
 
     Args:
-        steps: number of terms, at least 1; steps=1 with relaxation=1 is ``JFB``. Each but the first costs a product
-            with the Jacobian.
+        steps: terms, at least 1; steps=1 with relaxation=1 is ``JFB``. Each further one costs a product.
         relaxation: in (0, 1].
 
     Raises:

@@ -16,17 +16,8 @@ from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution
 from ..state.norms import sample_norms
 from ..state.packing import Packing, evaluate
-from ..torch_internals import pytree
-from ..torch_internals.autograd import (
-    Gradients,
-    detached,
-    in_order_of,
-    keeps_graph,
-    not_leaves,
-    present_autocast,
-    requiring_grad,
-    vjp,
-)
+from ..torch_internals import autograd, pytree
+from ..torch_internals.autograd import Gradients
 from ..torch_internals.dynamo import outside_exports, uncompiled, untraced
 from ..torch_internals.weights import shards_weights
 from .base import Recorded
@@ -42,8 +33,7 @@ class Reversible(Iterated):
 
     The iteration starts at y = z = z0. A step is y <- (1 - r) y + r f(z), then z <- (1 - r) z + r f(y), with
     r = relaxation. The backward pass reverses the steps instead of keeping the iterates. The states are float64, in
-    which each reversed half-step multiplies the rounding error by 1 / (1 - r). Source: McCallum et al., arXiv
-    2509.12917.
+    which a reversed half-step multiplies rounding by 1 / (1 - r). Source: McCallum et al., arXiv 2509.12917.
 
     Args:
         steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter.
@@ -72,7 +62,7 @@ class Reversible(Iterated):
         if shards_weights(plan.cell):
             raise RuntimeError("deqfast: Reversible does not support a cell sharded by fully_shard: shard the block")
         steps = self.steps or max(1, plan.solver.max_iter // 2)
-        run = _Run(plan.cell, self.relaxation, steps, detached(z), x, plan.groups)
+        run = _Run(plan.cell, self.relaxation, steps, autograd.detached(z), x, plan.groups)
         judge = Judge(packing, plan.solver)
         with outside_exports(torch.no_grad()):
             run.forward(judge)
@@ -81,10 +71,8 @@ class Reversible(Iterated):
             return solution.value, solution
         recorded = Recorded(plan.cell, solution.value, x)
         if recorded.hides:
-            raise RuntimeError(
-                "deqfast: Reversible would lose the gradient of a tensor that the cell holds and that is computed "
-                "outside of it: give it to the block in x"
-            )
+            lost = "the gradient of a tensor that the cell holds and that is computed outside of it"
+            raise RuntimeError(f"deqfast: Reversible would lose {lost}: give it to the block in x")
         run.repeated.end(recorded.held)
         sources = recorded.sources
         leaves, spec = pytree.tree_flatten(solution.value)
@@ -101,7 +89,7 @@ class _Run:
         self.x = pytree.tree_map(lambda leaf: leaf, x)  # the caller may fill its containers again
         leaves, self.spec = pytree.tree_flatten(z0)
         self.start = [leaf.clone() for leaf in leaves]  # the caller may overwrite its memory before the backward pass
-        self.autocast = present_autocast(self.start[0].device.type)
+        self.autocast = autograd.present_autocast(self.start[0].device.type)
         self.repeated = Repeated(cell, self.start, x)
         self.lengths = partial(sample_norms, groups=groups)
         self.ends = [[_widened(leaf) for leaf in self.start] for _ in range(2)]  # y and z
@@ -132,28 +120,28 @@ class _Run:
         ends, cell = [list(state) for state in self.ends], uncompiled(self.repeated)
         passed = [[torch.zeros_like(end) for end in ends[0]], [_widened(grad) for grad in grads]]
         # Gradients of a half-step end at x; if x was computed from another source, the outer pass differentiates that.
-        x = pytree.tree_map(lambda t: t.detach().requires_grad_() if requiring_grad(t) else t, self.x)
-        of_x = requiring_grad(x)
-        gradients: Gradients = [None] * (len(of_x) + len(sources))
+        x = pytree.tree_map(lambda t: t.detach().requires_grad_() if autograd.requiring_grad(t) else t, self.x)
+        in_x = autograd.requiring_grad(x)
+        gradients: Gradients = [None] * (len(in_x) + len(sources))
         with self.autocast():
             for half in range(2 * self.steps):
                 at, of = half % 2, 1 - half % 2  # z was moved by f(y), and before that y by f(z)
-                z = detached(self.tree(ends[at]), requires_grad=True)
+                z = autograd.detached(self.tree(ends[at]), requires_grad=True)
                 with torch.enable_grad():
-                    values = in_order_of(z, cell(not_leaves(z), not_leaves(x)))
+                    values = autograd.in_order_of(z, cell(autograd.not_leaves(z), autograd.not_leaves(x)))
                 scaled = [self.relaxation * grad for grad in passed[of]]
-                pulled = vjp(values, [*pytree.tree_leaves(z), *of_x, *sources], scaled)
+                pulled = autograd.vjp(values, [*pytree.tree_leaves(z), *in_x, *sources], scaled)
                 passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]
                 passed[of] = [(1 - self.relaxation) * p for p in passed[of]]
                 gradients = [_sum(a, b) for a, b in zip(gradients, pulled[len(grads) :], strict=True)]
                 ends[of] = [self._unmixed(end, v.detach()) for end, v in zip(ends[of], values, strict=True)]
         self._check(ends)
         # Gradients that the cell adds without x: a leaf counts among those held, and one that x has twice counts once.
-        by_cell = gradients[len(of_x) :]
-        for i, source in enumerate(sources[: len(of_x)]):
-            if not any(source is other for other in (*sources[:i], *sources[len(of_x) :])):
+        by_cell = gradients[len(in_x) :]
+        for i, source in enumerate(sources[: len(in_x)]):
+            if not any(source is other for other in (*sources[:i], *sources[len(in_x) :])):
                 gradients[i] = _sum(gradients[i], by_cell[i])
-        return [*gradients[: len(of_x)], *by_cell[len(of_x) :]]
+        return [*gradients[: len(in_x)], *by_cell[len(in_x) :]]
 
     def _unmixed(self, state: Tensor, value: Tensor) -> Tensor:
         return (state - self.relaxation * _widened(value)) / (1 - self.relaxation)
@@ -201,6 +189,6 @@ class _Reversed(torch.autograd.Function):
             pulled = ctx.run.pull(list(grads), sources)
         if torch.is_grad_enabled():
             pulled = [g if g is None else NoDoubleBackward.apply(g, "Reversible", *grads, *sources) for g in pulled]
-        if not keeps_graph():
+        if not autograd.keeps_graph():
             ctx.run = None  # as torch frees saved tensors
         return (*[None] * (2 + ctx.count), *pulled)

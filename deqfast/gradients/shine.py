@@ -31,12 +31,10 @@ class SHINE(Adjoint):
 
     Args:
         fallback: largest length of a sample's gradient relative to JFB's, at least 1; JFB's replaces a longer one. On a
-            linear cell of spectral radius 0.9 the paper's 1.3 always falls back to JFB, while 5 is closer to the exact
-            gradient.
+            linear cell of spectral radius 0.9 the paper's 1.3 always falls back to JFB; 5 is nearer to the exact one.
 
     Raises:
-        TypeError, ValueError: `fallback` is not as above; in a differentiated call of the block, the forward solver
-            is not Anderson or Broyden.
+        TypeError, ValueError: `fallback` is not as above; in a call, the solver is not Anderson or Broyden.
 
     Examples:
         >>> solver = deqfast.Broyden(rtol=1e-5, max_iter=30)
@@ -76,7 +74,7 @@ class _Shared(Rule):
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         shared = pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, self.spec)))
         norms = partial(sample_norms, groups=self.groups, factors=self.factors, parts=self.parts)
-        lengths, of_jfb = norms(shared), norms(grads)
-        trusted = lengths <= self.fallback * of_jfb
+        lengths, plain = norms(shared), norms(grads)
+        trusted = lengths <= self.fallback * plain
         trusted = trusted if self.groups is None else self.groups.of_rows(trusted)
         return [torch.where(per_row(trusted, u), u, g) for u, g in zip(shared, grads, strict=True)]

@@ -149,10 +149,9 @@ class Repeated:
     def _check(self) -> None:
         for name, tensor, before in self.read:
             if version(tensor) != before:
-                raise RuntimeError(
-                    f"deqfast: {name} has been modified by an inplace operation since the forward pass, but the "
-                    "backward pass calls the cell again: do it after the backward pass"
-                )
+                why = f"{name} has been modified by an inplace operation since the forward pass"
+                remedy = "the backward pass calls the cell again: do it after the backward pass"
+                raise RuntimeError(f"deqfast: {why}, but {remedy}")
 
 
 class Judge:
@@ -181,14 +180,7 @@ class Judge:
         status = torch.where(now.measure(rule.absolute) <= rule.tol, Status.ESCAPED, Status.MAX_ITER)
         status = torch.where(now.converged(rule), Status.CONVERGED, status)
         status = torch.where(finite, status, Status.NONFINITE).to(torch.int8)
+        iterations = torch.full_like(status, self.evaluations, dtype=torch.int32)
         relative, absolute = (torch.where(finite, measure, torch.inf) for measure in (now.res_rel, now.res_abs))
-        return Solution(
-            value=detached(value),
-            status=status,
-            iterations=torch.full_like(status, self.evaluations, dtype=torch.int32),
-            residual=absolute if rule.absolute else relative,
-            residual_rel=relative,
-            residual_abs=absolute,
-            evaluations=self.evaluations,
-            sample_evaluations=self.evaluations * self.packing.batch,
-        )
+        measures, calls = (absolute if rule.absolute else relative, relative, absolute), self.evaluations
+        return Solution(detached(value), status, iterations, *measures, calls, calls * self.packing.batch)

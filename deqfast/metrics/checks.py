@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,20 @@ def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> N
         raise TypeError(f"{name} has dtype {value.dtype}; it must be one of {allowed}")
 
 
+def check_vector(name: str, value: Any, dtypes: tuple[torch.dtype, ...], points: Tensor, owner: str) -> None:
+    """Raise unless `value` is a tensor (N,) of one of `dtypes` on the device of the `points` (N, D), called `owner`."""
+    check_tensor(name, value, dtypes)
+    if value.shape != points.shape[:1]:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be ({len(points)},), one per row of {owner}")
+    check_device(name, value, points, owner)
+
+
+def check_device(name: str, value: Tensor, other: Tensor, owner: str) -> None:
+    """Raise unless `value` is on the device of the tensor `other`, called `owner`."""
+    if value.device != other.device:
+        raise ValueError(f"{name} is on {value.device}; it must be on {other.device} as {owner} is")
+
+
 def check_features(features: Tensor) -> None:
     """Raise unless `features` is a floating-point tensor (N, D) with D at least 1."""
     check_tensor("features", features, _FEATURE_DTYPES)
@@ -31,13 +47,7 @@ def check_features(features: Tensor) -> None:
 
 def check_labels(labels: Tensor, features: Tensor) -> None:
     """Raise unless `labels` is an integer tensor (N,) on the device of `features` (N, D)."""
-    check_tensor("labels", labels, _LABEL_DTYPES)
-    if labels.ndim != 1 or len(labels) != len(features):
-        raise ValueError(
-            f"labels has shape {tuple(labels.shape)}; it must be ({len(features)},), one per row of features"
-        )
-    if labels.device != features.device:
-        raise ValueError(f"labels is on {labels.device}; it must be on {features.device} as features is")
+    check_vector("labels", labels, _LABEL_DTYPES, features, "features")
 
 
 def check_label_range(labels: Tensor, num_classes: int | None) -> int:
@@ -94,5 +104,5 @@ def check_classifier(
             raise ValueError("classifier_bias is given, and classifier_weight is None; a bias needs its weight")
         check_bias(bias, len(weight))
     for part_name, part in (("classifier_weight", weight), ("classifier_bias", bias)):
-        if part is not None and part.device != points.device:
-            raise ValueError(f"{part_name} is on {part.device}; it must be on {points.device} as {name} is")
+        if part is not None:
+            check_device(part_name, part, points, name)

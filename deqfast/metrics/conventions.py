@@ -1,20 +1,15 @@
 """NC1 to NC4 as four papers define them, by the table and in the notation of ``neural_collapse``.
 
-On the samples that agree, argmax_k (W h + b)_k is the class of the nearest mean. Shares are of all samples. For classes
-of equal size both centres are the same.
+argmax_k (W h + b)_k of agreeing samples is the class of the nearest mean. Both centres are equal for equal classes.
 
 "papyan" has two more parts of NC2: the standard deviations of the lengths, over their mean, and of the cosines. All
 three parts are measured of the rows of M, and of the rows of W, which are not centred.
 
-Sources. The last three were compared with the authors' code:
-    "sun": Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A.
-    "papyan": Papyan, Han & Donoho, PNAS 2020, arXiv 2008.08186, figures 2 to 7; code neuralcollapse/neuralcollapse. The
-        code has no 1/K in NC1, which the paper has. It divides the variance of the lengths by K - 1, as here. It does
-        not measure the deviation of the cosines.
-    "zhu": Zhu et al., NeurIPS 2021, arXiv 2105.02375; code tding1/Neural-Collapse.
-    "kothapalli": Kothapalli, Tirer & Bruna, NeurIPS 2023, arXiv 2307.01951; code kvignesh1420/gnn_collapse. Its classes
-        are balanced, and NC2 is centred by the mean of all samples there. It has no NC4: this is the rule of Papyan et
-        al., counted as a share.
+Against the authors' code, which for "zhu" is the same (tding1/Neural-Collapse):
+    "papyan" (neuralcollapse/neuralcollapse, figures 2 to 7 of the paper): The code has no 1/K in NC1, which the paper
+        has. It divides the variance of the lengths by K - 1, as here. It does not measure the deviation of the cosines.
+    "kothapalli" (kvignesh1420/gnn_collapse): Its classes are balanced, and NC2 is centred by the mean of all samples
+        there. It has no NC4: this is the rule of Papyan et al., counted as a share.
 """
 
 from __future__ import annotations

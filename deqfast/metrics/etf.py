@@ -39,9 +39,8 @@ class ETFClassifier(nn.Module):
         check_count("in_features", in_features)
         check_number("scale", scale, 0.0, low_open=True)
         if in_features < num_classes - 1:
-            raise ValueError(
-                f"in_features is {in_features}; a simplex of {num_classes} classes needs {num_classes - 1}"
-            )
+            needed = f"a simplex of {num_classes} classes needs {num_classes - 1}"
+            raise ValueError(f"in_features is {in_features}; {needed}")
         generator = torch.Generator().manual_seed(seed)
         normal = torch.randn(in_features, num_classes - 1, dtype=torch.float64, generator=generator)
         _, vectors = torch.linalg.eigh(simplex(torch.ones(num_classes, dtype=torch.float64)))

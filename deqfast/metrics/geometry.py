@@ -29,14 +29,14 @@ Sources:
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import check_count
 from ..state.norms import largest, lengths
-from .checks import check_classifier, check_features, check_tensor
+from .checks import check_classifier, check_features, check_vector
 
 _ROUNDING = 16 * torch.finfo(torch.float64).eps  # of vectors whose largest entry is 1
 COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
@@ -48,13 +48,11 @@ class VectorGeometry(NamedTuple):
     Attributes:
         simplex: distance of the Gram matrix, not centred, to the simplex.
         simplex_centered: the same after the mean of the vectors has been subtracted.
-        orthogonal: distance of the Gram matrix, not centred, to the orthogonal frame of these class sizes.
-        seli: distance of the Gram matrix, not centred, to SELI of these class sizes.
+        orthogonal, seli: as `simplex`, to the orthogonal frame and to SELI of these class sizes.
         equinorm: standard deviation of the centred vectors' lengths over their mean; 0 at the simplex.
         equiangular: mean of |cos + 1 / (K - 1)| over pairs of centred vectors; 0 at the simplex.
-        majority_cosine: mean cosine of two vectors of majority classes, not centred. NaN without a pair.
-        minority_cosine: the same of minority classes; of a classifier it tends to 1 if the minority collapses.
-        between_cosine: the same of a majority and a minority class.
+        majority_cosine, minority_cosine, between_cosine: mean cosine of two vectors, not centred, of majority classes,
+            of minority classes (near 1 in a classifier whose minority collapses) and of both. NaN without a pair.
     """
 
     simplex: float
@@ -74,11 +72,9 @@ class ClassGeometry(NamedTuple):
     Attributes:
         means: ``VectorGeometry`` of the class means.
         classifier: ``VectorGeometry`` of the rows of the classifier; None without one.
-        cdnv: mean over pairs of classes of (t_i + t_j) / (2 |mu_i - mu_j|^2), t the within-class variances; None
-            without ``traces``.
+        cdnv: mean over pairs of classes of (t_i + t_j) / (2 |mu_i - mu_j|^2), t the `traces`; None without them.
         num_classes: K, the number of classes with at least one sample.
-        logits: distance of the logits of the class means from those of the targets; None without a classifier. No other
-            number here includes the bias.
+        logits: distance of the class means' logits from the targets', with the bias; None without a classifier.
     """
 
     means: VectorGeometry
@@ -101,8 +97,7 @@ def class_geometry(
     """Measure how near class means and classifier are to the simplex, an orthogonal frame and SELI.
 
     Under imbalance the simplex is not the optimum: for features of a ReLU it is the orthogonal frame, for others SELI.
-    Both depend on the class sizes. The module's docstring has the formulas. They are computed in float64. Classes
-    without samples are dropped.
+    Both depend on the class sizes. The module's docstring has the formulas. Classes without samples are dropped.
 
     Args:
         means: (K, D), class means, not centred; float16, bfloat16, float32 or float64, K and D at least 1.
@@ -127,12 +122,12 @@ def class_geometry(
     """
     check_features(means)
     num_classes = means.shape[0]
-    _check_vector("counts", counts, num_classes, means.device)
+    check_vector("counts", counts, COUNT_DTYPES, means, "means")
     if not bool((counts >= 0).all()) or not bool((counts > 0).any()):
         raise ValueError(f"counts is {counts.tolist()}; it must be at least 0, and one more than 0")
     check_classifier(classifier_weight, classifier_bias, num_classes, means, "means")
     if traces is not None:
-        _check_vector("traces", traces, num_classes, means.device)
+        check_vector("traces", traces, COUNT_DTYPES, means, "means")
     if majority is not None:
         check_count("majority", majority)
     seen = counts > 0
@@ -140,8 +135,8 @@ def class_geometry(
     points, sizes, large = means[seen].double(), counts[seen].double(), first[seen]
     rows, bias = (None if part is None else part[seen].double() for part in (classifier_weight, classifier_bias))
     return ClassGeometry(
-        means=_geometry(points, sizes, large, of_means=True),
-        classifier=None if rows is None else _geometry(rows, sizes, large, of_means=False),
+        means=_geometry(points, sizes, large, for_means=True),
+        classifier=None if rows is None else _geometry(rows, sizes, large, for_means=False),
         cdnv=None if traces is None else _cdnv(points, traces[seen].double()),
         num_classes=len(points),
         logits=None if rows is None else _logit_distance(points, rows, bias),
@@ -153,16 +148,15 @@ def simplex(sizes: Tensor) -> Tensor:
     return torch.eye(len(sizes), dtype=sizes.dtype, device=sizes.device) - 1 / len(sizes)
 
 
-def orthogonal_frame(sizes: Tensor, of_means: bool) -> Tensor:
+def orthogonal_frame(sizes: Tensor, for_means: bool) -> Tensor:
     """The Gram matrix (K, K) of the optimum with features that are not negative: of its means, or of its classifier."""
-    centring = simplex(sizes)
-    return torch.diag(sizes.rsqrt()) if of_means else (centring * sizes.sqrt()) @ centring
+    return torch.diag(sizes.rsqrt()) if for_means else (simplex(sizes) * sizes.sqrt()) @ simplex(sizes)
 
 
-def seli(sizes: Tensor, of_means: bool) -> Tensor:
+def seli(sizes: Tensor, for_means: bool) -> Tensor:
     """The Gram matrix (K, K) of the simplex-encoded-labels interpolation: of its means, or of its classifier."""
     left, singular, right = torch.linalg.svd(simplex(sizes) * sizes.sqrt())
-    if not of_means:
+    if not for_means:
         return (left * singular) @ left.T
     scaled = right.T / sizes.sqrt()[:, None]
     return (scaled * singular) @ scaled.T
@@ -183,18 +177,18 @@ def unit(matrix: Tensor) -> Tensor:
 
 def _logit_distance(means: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     """||Z / ||Z||_F - C / ||C||_F||_F of the logits Z (K, K) of the class means, centred over the classes."""
-    of_means, of_weight = largest(means.flatten()), largest(weight.flatten())
-    logits = nn.functional.linear(means / of_means, weight / of_weight)
+    longest, steepest = largest(means.flatten()), largest(weight.flatten())
+    logits = nn.functional.linear(means / longest, weight / steepest)
     if bias is not None:  # the products or the bias, whichever are smaller, count by their share
-        of_bias = largest(bias)
-        share = of_means / of_bias * of_weight
-        logits = share.clamp_max(1) * logits + share.reciprocal().clamp_max(1) * (bias / of_bias)
+        highest = largest(bias)
+        share = longest / highest * steepest
+        logits = share.clamp_max(1) * logits + share.reciprocal().clamp_max(1) * (bias / highest)
     logits = logits - logits.mean(1, keepdim=True)
     target = simplex(logits) if len(means) > 1 else torch.full_like(logits, math.nan)
     return float(torch.linalg.vector_norm(unit(logits) - unit(target)))
 
 
-def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> VectorGeometry:
+def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, for_means: bool) -> VectorGeometry:
     """``VectorGeometry`` of vectors (K, D); large: mask (K,) of the majority."""
     count = len(vectors)
     vectors = vectors / (vectors.abs().amax() if count > 1 else math.nan)
@@ -203,14 +197,14 @@ def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> 
     # Centred equal vectors are only rounding errors, so the centred measures are not defined.
     centred = torch.where(lengths.amax() > _ROUNDING * count, centred, math.nan)
     lengths = torch.linalg.vector_norm(centred, dim=1)
-    between, angles = (cosines(one) for one in (vectors, centred))
+    between, angles = cosines(vectors), cosines(centred)
     upper = torch.ones_like(angles, dtype=torch.bool).triu(1)
     both, neither = large[:, None] & large, ~large[:, None] & ~large
     values = [
         gram_distance(vectors, simplex(sizes)),
         gram_distance(centred, simplex(sizes)),
-        gram_distance(vectors, orthogonal_frame(sizes, of_means)),
-        gram_distance(vectors, seli(sizes, of_means)),
+        gram_distance(vectors, orthogonal_frame(sizes, for_means)),
+        gram_distance(vectors, seli(sizes, for_means)),
         lengths.std(correction=0) / lengths.mean(),
         (angles[upper] + 1 / max(1, count - 1)).abs().mean(),
         *(between[upper & pairs].mean() for pairs in (both, neither, ~both & ~neither)),
@@ -229,11 +223,3 @@ def _cdnv(means: Tensor, traces: Tensor) -> float:
     first, second = torch.triu_indices(len(means), len(means), offset=1, device=means.device)
     gaps = lengths(means[first] - means[second])
     return float(((traces[first] / 2 + traces[second] / 2) / gaps / gaps).mean())
-
-
-def _check_vector(name: str, value: Any, num_classes: int, device: torch.device) -> None:
-    check_tensor(name, value, COUNT_DTYPES)
-    if value.shape != (num_classes,):
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be ({num_classes},), one per row of means")
-    if value.device != device:
-        raise ValueError(f"{name} is on {value.device}; it must be on {device} as means is")

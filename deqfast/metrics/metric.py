@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,21 +14,13 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from .._checks import check_count
 from ..ops import check_kernel_name, choose_kernel
-from .checks import (
-    check_bias,
-    check_classifier,
-    check_features,
-    check_label_range,
-    check_labels,
-    check_options,
-    check_weight,
-)
+from . import checks
 from .neural_collapse import NC1_RESOLUTION, NCResult, geometry_of, make_result, neural_collapse, undefined
 from .statistics import Classifier, ClassMeans, Samples, between_classes, class_means, default_rtol
 
 MAX_STREAMING_FEATURES = 1024
 
-_OF_MODULE = {"classifier_weight": "weight", "classifier_bias": "bias"}  # what a module given for it must have
+_IN_MODULE = {"classifier_weight": "weight", "classifier_bias": "bias"}  # what a module given for it must have
 _NO_SAMPLES = "the metric is empty; call update(features, labels) before compute()"
 
 
@@ -42,27 +33,20 @@ class NeuralCollapse(Metric):
     By default the state is a list of copies of the feature and label batches, in their dtypes. It takes N x D memory,
     twice that during ``compute``, and all of it on every process after a distributed sync. With ``streaming=True`` the
     state is a count and a mean per class, and one D x D within-class scatter, in float64. Each batch is centred on its
-    own class means before any product. Memory does not grow with N. NC4 needs the samples, and is None, except in the
-    convention "zhu".
+    own class means before any product. Memory does not grow with N. NC4 needs the samples, except in "zhu": else None.
 
-    A method that raises leaves the metric as it was. Processes without samples may take part in a distributed sync. A
-    clone or a pickle copies the classifier.
+    A method that raises leaves the metric as it was. Processes without samples may take part in a distributed sync.
 
     Args:
         num_classes: number of classes; labels are in [0, num_classes).
         classifier_weight: (num_classes, D) tensor, or a module with such a ``weight``, or None. Every ``compute`` reads
-            it; it can be set later as an attribute. The metric does not register it as a parameter or a state. It may
-            be on another device.
-        rtol: as in ``neural_collapse``.
-        center: as in ``neural_collapse``.
+            it; it can be set later, and may be on another device. Clones copy it. It is neither parameter nor state.
+        rtol, center, geometry, convention: as in ``neural_collapse``.
         streaming: keep moments instead of features.
         num_features: D, at most 1024; needed with ``streaming=True`` unless ``classifier_weight`` is given.
-        kernel: as in ``neural_collapse``. With ``streaming=True`` it computes the class means; torch computes the
-            scatter.
-        geometry: as in ``neural_collapse``.
+        kernel: as in ``neural_collapse``. With ``streaming=True`` it computes the class means, torch the scatter.
         classifier_bias: (num_classes,) tensor, or a module with such a ``bias``, or None, as ``classifier_weight``. The
             bias of a module given as ``classifier_weight`` is not read: give the module here too.
-        convention: as in ``neural_collapse``.
         per_class: as in ``neural_collapse``. Not with ``streaming=True``, which keeps one scatter for all classes.
         **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` defaults to False: the classifier may change.
 
@@ -111,19 +95,13 @@ class NeuralCollapse(Metric):
     ) -> None:
         super().__init__(**{"compute_with_cache": False, **kwargs})
         check_count("num_classes", num_classes)
-        self.center = check_options(rtol, center, convention, num_features=num_features)
+        self.center = checks.check_options(rtol, center, convention, num_features=num_features)
         if per_class and streaming:
             raise ValueError("per_class=True needs the samples; streaming=True keeps none: use streaming=False")
-        self.num_classes = num_classes
-        self.num_features = num_features
-        self.rtol = rtol
-        self.streaming = streaming
-        self.kernel = check_kernel_name(kernel)
-        self.geometry = geometry
-        self.convention = convention
-        self.per_class = per_class
-        self.classifier_weight = classifier_weight
-        self.classifier_bias = classifier_bias
+        self.num_classes, self.num_features, self.rtol = num_classes, num_features, rtol
+        self.streaming, self.kernel = streaming, check_kernel_name(kernel)
+        self.geometry, self.convention, self.per_class = geometry, convention, per_class
+        self.classifier_weight, self.classifier_bias = classifier_weight, classifier_bias
         if streaming:
             self._add_moment_states()
         else:
@@ -136,10 +114,8 @@ class NeuralCollapse(Metric):
         if self.num_features is None:
             raise ValueError("num_features is None; streaming=True needs it, or a classifier_weight (num_classes, D)")
         if self.num_features > MAX_STREAMING_FEATURES:
-            raise ValueError(
-                f"num_features is {self.num_features}; streaming=True keeps a D x D matrix and allows at most "
-                f"{MAX_STREAMING_FEATURES}: use streaming=False"
-            )
+            most = f"streaming=True keeps a D x D matrix and allows at most {MAX_STREAMING_FEATURES}"
+            raise ValueError(f"num_features is {self.num_features}; {most}: use streaming=False")
         shape = (self.num_classes + self.num_features, 1 + self.num_features)
         self.add_state("moments", default=torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=_merge_moments)
         # (default rtol, NC1 resolution) of the coarsest dtype seen
@@ -175,23 +151,16 @@ class NeuralCollapse(Metric):
             super().sync(*args, **kwargs)
 
     def _wrap_update(self, update: Callable) -> Callable:
-        return self._undoing(super()._wrap_update(update))
+        return self._undone_on_error()(super()._wrap_update(update))
 
     def _wrap_compute(self, compute: Callable) -> Callable:
-        return self._undoing(super()._wrap_compute(compute))  # torchmetrics would leave the states of all processes
-
-    def _undoing(self, method: Callable) -> Callable:
-        @functools.wraps(method)
-        def whole(*args: Any, **kwargs: Any) -> Any:
-            with self._undone_on_error():
-                return method(*args, **kwargs)
-
-        return whole
+        # Without this torchmetrics would leave the states of all processes.
+        return self._undone_on_error()(super()._wrap_compute(compute))
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
         """Context that leaves the metric as it was if it raises. Tensors of the state are replaced, not written to."""
-        before = {name: list(one) if isinstance(one, list) else one for name, one in self.__dict__.items()}
+        before = {name: list(value) if isinstance(value, list) else value for name, value in self.__dict__.items()}
         try:
             yield
         except BaseException:
@@ -200,7 +169,7 @@ class NeuralCollapse(Metric):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the classifier is checked and is not registered as a submodule."""
-        if name in _OF_MODULE:
+        if name in _IN_MODULE:
             # If registered, its parameters would also appear in the metric's parameters() and state_dict().
             object.__setattr__(self, name, self._checked(name, value))
         else:
@@ -209,31 +178,30 @@ class NeuralCollapse(Metric):
     def _checked(self, name: str, value: Any) -> Tensor | nn.Module | None:
         if value is None:
             return None
-        part = getattr(value, _OF_MODULE[name], None) if isinstance(value, nn.Module) else value
+        part = getattr(value, _IN_MODULE[name], None) if isinstance(value, nn.Module) else value
         if not isinstance(part, Tensor):
-            raise TypeError(
-                f"{name} is a {type(value).__name__}; give a tensor, a module with a {_OF_MODULE[name]}, or None"
-            )
+            allowed = f"a tensor, a module with a {_IN_MODULE[name]}, or None"
+            raise TypeError(f"{name} is a {type(value).__name__}; give {allowed}")
         if name == "classifier_bias":
-            check_bias(part, self.num_classes)
+            checks.check_bias(part, self.num_classes)
         else:
-            check_weight(part, self.num_classes, self.num_features)
+            checks.check_weight(part, self.num_classes, self.num_features)
         return value if isinstance(value, nn.Module) else value.detach()
 
     def _read(self, name: str) -> Tensor | None:
         value = getattr(self, name)
-        return getattr(value, _OF_MODULE[name]).detach() if isinstance(value, nn.Module) else value
+        return getattr(value, _IN_MODULE[name]).detach() if isinstance(value, nn.Module) else value
 
     def _classifier_on(self, device: torch.device) -> list[Tensor | None]:
         """Weight and bias as they are now."""
-        parts = [self._read(name) for name in _OF_MODULE]
+        parts = [self._read(name) for name in _IN_MODULE]
         return [None if part is None else part.to(device) for part in parts]
 
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
         """Add a batch: features (N, D), labels (N,), dtypes as in ``neural_collapse``; N may be 0."""
-        check_features(features)
-        check_labels(labels, features)
+        checks.check_features(features)
+        checks.check_labels(labels, features)
         width = self.features[0].shape[1] if self.num_features is None and len(self.features) else self.num_features
         if width is not None and features.shape[1] != width:
             raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, {width})")
@@ -248,11 +216,11 @@ class NeuralCollapse(Metric):
             raise ValueError(f"features is on {features.device}; it must be on {self.moments.device} as the metric is")
         if features.shape[0] == 0:
             return
-        check_label_range(labels, self.num_classes)
+        checks.check_label_range(labels, self.num_classes)
         samples = Samples.grouped(features, labels, self.num_classes)
         samples, stats = class_means(samples, choose_kernel(self.kernel, features.device))
         self.moments = _merge_moments([self.moments, _batch_moments(samples, stats)])
-        self.excluded = self.excluded + (features.shape[0] - samples.count)
+        self.excluded = self.excluded + (features.shape[0] - len(samples.rows))
         facts = (default_rtol(features.dtype), NC1_RESOLUTION.get(features.dtype, 0.0))
         self.precision = torch.maximum(self.precision, self.precision.new_tensor(facts))
 
@@ -265,19 +233,9 @@ class NeuralCollapse(Metric):
             raise ValueError(_NO_SAMPLES)
         features, labels = dim_zero_cat(self.features), dim_zero_cat(self.labels)
         weight, bias = self._classifier_on(features.device)
-        return neural_collapse(
-            features,
-            labels,
-            weight,
-            self.num_classes,
-            self.rtol,
-            self.center,
-            self.kernel,
-            self.geometry,
-            classifier_bias=bias,
-            convention=self.convention,
-            per_class=self.per_class,
-        )
+        options = self.num_classes, self.rtol, self.center, self.kernel, self.geometry
+        more: dict[str, Any] = {"convention": self.convention, "per_class": self.per_class}
+        return neural_collapse(features, labels, weight, *options, classifier_bias=bias, **more)
 
     def _compute_moments(self) -> NCResult:
         counts, means, scatter = _unpack(self.moments, self.num_classes)
@@ -287,16 +245,15 @@ class NeuralCollapse(Metric):
         if len(seen) == 0 and excluded == 0:
             raise ValueError(_NO_SAMPLES)
         weight, bias = self._classifier_on(means.device)
-        check_classifier(weight, bias, self.num_classes, means, "the metric")
+        checks.check_classifier(weight, bias, self.num_classes, means, "the metric")
         classifier = Classifier.of(weight, bias)
         if len(seen) == 0:
             return undefined(excluded, self.convention, classifier, kept=False)
         if classifier is not None:
-            classifier = classifier.of_classes(seen)
+            classifier = classifier.rows(seen)
         stats = ClassMeans(counts[seen], means[seen], torch.zeros_like(means[0]))
         between = between_classes(stats, self.center, default_rtol if self.rtol is None else self.rtol)
-        whitening = between.whitening
-        within = ((scatter @ whitening) * whitening).sum(0).clamp_min(0)
+        within = ((scatter @ between.whitening) * between.whitening).sum(0).clamp_min(0)
         result = make_result(stats, between, within, classifier, None, excluded, resolution, self.convention)
         return result._replace(geometry=geometry_of(stats, classifier)) if self.geometry else result
 
@@ -325,11 +282,11 @@ class NeuralCollapse(Metric):
         mine = (self.features[0].shape[1], self.features[0].dtype) if len(self.features) else None
         layouts: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(layouts, mine, group=group)
-        found = {layout for layout in layouts if layout is not None}
-        if len(found) > 1:
+        known = {layout for layout in layouts if layout is not None}
+        if len(known) > 1:
             raise ValueError(f"features have (columns, dtype) {layouts} on the processes; they must be the same on all")
-        if mine is None and found:
-            width, dtype = found.pop()
+        if mine is None and known:
+            width, dtype = known.pop()
             self.features = [torch.empty((0, width), dtype=dtype, device=self.device)]
             self.labels = [torch.empty(0, dtype=torch.int64, device=self.device)]
 
@@ -357,10 +314,8 @@ def _batch_moments(samples: Samples, stats: ClassMeans) -> Tensor:
         deviations = features.sub_(means.index_select(0, labels))
         scatter.addmm_(deviations.T, deviations)
     if not bool(scatter.isfinite().all()):
-        raise ValueError(
-            "features holds values whose squares overflow float64, which streaming=True sums: scale them (no metric "
-            "depends on it), or use streaming=False"
-        )
+        why = "features holds values whose squares overflow float64, which streaming=True sums"
+        raise ValueError(f"{why}: scale them (no metric depends on it), or use streaming=False")
     return _pack(stats.counts, means, scatter)
 
 

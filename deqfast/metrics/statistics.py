@@ -37,11 +37,6 @@ class Samples:
         labels, rows = torch.sort(labels.long(), stable=True)
         return cls(features, rows, labels, num_classes)
 
-    @property
-    def count(self) -> int:
-        """M, the number of rows that count."""
-        return len(self.rows)
-
     @functools.cached_property
     def offsets(self) -> Tensor:
         """Bounds of the classes, (K + 1,) int64: class k has rows[offsets[k]:offsets[k + 1]]."""
@@ -75,8 +70,8 @@ class ClassMeans(NamedTuple):
     @property
     def size(self) -> Tensor:
         """Power of two near the largest number of ``means``. Over it, their squares neither overflow nor underflow."""
-        found = largest(self.means.flatten())
-        return found / torch.frexp(found).mantissa
+        most = largest(self.means.flatten())
+        return most / torch.frexp(most).mantissa
 
 
 class Classifier(NamedTuple):
@@ -92,11 +87,11 @@ class Classifier(NamedTuple):
             return None
         return cls(weight.to(torch.float64), None if bias is None else bias.to(torch.float64))
 
-    def of_classes(self, seen: Tensor) -> Classifier:
+    def rows(self, seen: Tensor) -> Classifier:
         """Return the rows of the classes `seen`."""
         return Classifier(self.weight[seen], None if self.bias is None else self.bias[seen])
 
-    def of_smaller(self, size: Tensor) -> Classifier:
+    def scaled(self, size: Tensor) -> Classifier:
         """Return the classifier for features divided by `size`, with all logits divided by one number."""
         weight = largest(self.weight.flatten())
         return Classifier(self.weight / weight, None if self.bias is None else self.bias / weight / size)
@@ -137,10 +132,8 @@ def class_means(samples: Samples, kernel: Kernel) -> tuple[Samples, ClassMeans]:
         local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)
         if not bool(local.isfinite().all()):
             wide = kernel.name in ("torch", "cpp") or samples.features.dtype == torch.float64
-            raise ValueError(
-                f"features holds values whose sums overflow {'float64' if wide else 'float32'}; scale them (no metric "
-                "depends on it)"
-            )
+            sums = f"sums overflow {'float64' if wide else 'float32'}"
+            raise ValueError(f"features holds values whose {sums}; scale them (no metric depends on it)")
     return samples, ClassMeans(samples.offsets.diff().to(torch.float64), local, shift)
 
 
@@ -155,7 +148,7 @@ def drop_empty_classes(
     labels = (present.cumsum(0) - 1)[samples.labels]
     samples = replace(samples, labels=labels, num_classes=len(seen))
     stats = stats._replace(counts=stats.counts[seen], local=stats.local[seen])
-    return samples, stats, None if classifier is None else classifier.of_classes(seen)
+    return samples, stats, None if classifier is None else classifier.rows(seen)
 
 
 def between_classes(stats: ClassMeans, center: str, rtol: float) -> Between:
@@ -207,7 +200,7 @@ def nearest_mean_agreement(samples: Samples, stats: ClassMeans, classifier: Clas
     cancels no digits, as it would in |mu_k|^2 - 2 h . mu_k. All are divided by the size of the means.
     """
     size, means = stats.size, stats.means / stats.size
-    scaled = classifier.of_smaller(size)
+    scaled = classifier.scaled(size)
     agreed = torch.zeros((), dtype=torch.int64, device=means.device)
     gaps = _squared_distances(means)
     for features, labels in samples.blocks():
@@ -215,10 +208,8 @@ def nearest_mean_agreement(samples: Samples, stats: ClassMeans, classifier: Clas
         deviations = features.sub_(means.index_select(0, labels))
         nearest = gaps.index_select(0, labels).addmm_(deviations, means.T, alpha=-2).argmin(1)
         agreed += (nearest == chosen).sum()
-    finite = classifier.weight.isfinite().all()
-    if classifier.bias is not None:
-        finite = finite & classifier.bias.isfinite().all()
-    return torch.where(finite, agreed.to(torch.float64) / samples.count, math.nan)
+    finite = torch.stack([part.isfinite().all() for part in classifier if part is not None]).all()
+    return torch.where(finite, agreed.to(torch.float64) / len(samples.rows), math.nan)
 
 
 def _squared_distances(points: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ def _availability(kernel: str) -> Availability:
         if _extension.cuda_module is None or torch.cuda.is_available():
             return Availability(_extension.cuda_module is not None, _extension.cuda_reason)
         return Availability(False, "no CUDA device was found")
-    if _why_no_triton():
-        return Availability(False, _why_no_triton())
+    if reason := _why_no_triton():
+        return Availability(False, reason)
     if _interprets() or torch.cuda.is_available():
         return Availability(True)
     return Availability(False, "no CUDA device was found (TRITON_INTERPRET=1, set before the start, interprets)")

@@ -40,11 +40,11 @@ class _Blocks(threading.local):
     def free(self, nbytes: int) -> _Block | None:
         """The smallest free block that holds `nbytes` without being twice as large."""
         fitting = [block for block in self.kept if block.is_free and nbytes <= block.memory.nbytes < 2 * nbytes]
-        found = min(fitting, key=lambda block: block.memory.nbytes, default=None)
+        smallest = min(fitting, key=lambda block: block.memory.nbytes, default=None)
         for block in self.kept:
-            block.idle = block.idle + 1 if block.is_free and block is not found else 0
+            block.idle = block.idle + 1 if block.is_free and block is not smallest else 0
         self.kept = [block for block in self.kept if block.idle < PATIENCE]
-        return found
+        return smallest
 
 
 _blocks = _Blocks()

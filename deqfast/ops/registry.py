@@ -198,13 +198,13 @@ class Op:
     @cached_property
     def _records(self) -> list[tuple[slice, type, list[type]]]:
         """Records: the positions of their numbers among the op's arguments, their type, and the numbers' types."""
-        found, at = [], 0
+        records, at = [], 0
         for name, (kind, _) in self._fields.items():
             kinds = [of for _, of in self._numbers.get(name, ())]
             if kinds:
-                found.append((slice(at, at + len(kinds)), kind, kinds))
+                records.append((slice(at, at + len(kinds)), kind, kinds))
             at += len(kinds) or 1
-        return found
+        return records
 
     def table(self, *values: Any) -> Any:
         """Table of a call; the call gives every number of a record as an argument of its own."""
@@ -308,7 +308,7 @@ class Op:
         tensor, anchor, shaped = getattr(a, name), getattr(a, self.anchor), self._tensors[name]
         wrong = self._wrong_shape(tensor, shaped, sizes)
         wrong = wrong or self._wrong_dtype(tensor, shaped.dtype, anchor, dtypes)
-        wrong = wrong or self._wrong_memory(tensor, shaped.layout, anchor)
+        wrong = wrong or self._wrong_memory(tensor, shaped.layout)
         if wrong:
             raise ValueError(f"{op}: `{name}` must {wrong}")
         check_devices(op, {self.anchor: anchor, name: tensor})
@@ -327,7 +327,7 @@ class Op:
     def _wrong_dtype(
         self, tensor: Tensor, dtype: Dtype | torch.dtype, anchor: Tensor, known: dict[Dtype, torch.dtype]
     ) -> str | None:
-        of_anchor = ""
+        condition = ""
         if isinstance(dtype, torch.dtype):
             allowed: tuple[torch.dtype, ...] = (dtype,)
         elif tensor is anchor:
@@ -335,27 +335,24 @@ class Op:
         elif dtype in known:
             allowed = (known[dtype],)
         else:
-            allowed, of_anchor = dtype.allowed[anchor.dtype], f" with {_name(anchor.dtype)} `{self.anchor}`"
+            allowed, condition = dtype.allowed[anchor.dtype], f" with {_name(anchor.dtype)} `{self.anchor}`"
         if tensor.dtype not in allowed:
-            return f"have dtype {_either(allowed)}{of_anchor}, got {_name(tensor.dtype)}"
+            return f"have dtype {_either(allowed)}{condition}, got {_name(tensor.dtype)}"
         if isinstance(dtype, Dtype):
             known[dtype] = tensor.dtype
         return None
 
-    def _wrong_memory(self, tensor: Tensor, layout: str, anchor: Tensor) -> str | None:
-        if not tensor.numel():  # torch does not copy an empty tensor into another layout
-            return None
-        if layout == "channels_last":
-            right, wanted = (
-                tensor.is_contiguous(memory_format=torch.channels_last),
-                " in the memory format channels_last",
-            )
-        elif layout == "rows":
-            right = tensor.shape[1] == 1 or tensor.stride(1) == 1
-            return None if right else f"have rows without gaps, got strides {tensor.stride()}"
+    @staticmethod
+    def _wrong_memory(tensor: Tensor, layout: str) -> str | None:
+        if layout == "rows":
+            right, wanted = tensor.shape[1] == 1 or tensor.stride(1) == 1, "have rows without gaps"
+        elif layout == "channels_last":
+            right = tensor.is_contiguous(memory_format=torch.channels_last)
+            wanted = "be contiguous in the memory format channels_last"
         else:
-            right, wanted = tensor.is_contiguous(), ""
-        return None if right else f"be contiguous{wanted}, got strides {tensor.stride()}"
+            right, wanted = tensor.is_contiguous(), "be contiguous"
+        # torch does not copy an empty tensor into another layout.
+        return None if right or not tensor.numel() else f"{wanted}, got strides {tensor.stride()}"
 
 
 def register(op: Op) -> None:

@@ -18,10 +18,7 @@ class Anderson(Multisecant):
     Source: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
 
     Args:
-        rtol: relative tolerance, in [0, 1), see ``Solver``.
-        max_iter: calls of f, at least 1.
-        atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
-        norm: the norm |.|, see ``Solver``.
+        rtol, max_iter, atol, norm: see ``Solver``.
         history_size: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
         kind: "II" or "I".
         relaxation: weight of the residual in the step, in (0, 2].

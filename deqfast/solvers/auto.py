@@ -61,10 +61,7 @@ class Auto(Solver):
     solver. Source of the idea: the polyalgorithms of NonlinearSolve.jl (arXiv 2403.16341).
 
     Args:
-        rtol: relative tolerance, in [0, 1), see ``Solver``.
-        max_iter: calls of f, at least 1.
-        atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
-        norm: the norm |.|, see ``Solver``.
+        rtol, max_iter, atol, norm: see ``Solver``.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

@@ -15,7 +15,8 @@ from torch import Tensor
 from .._checks import ChecksKeywords, check_choice, check_count, check_number
 from ..kernels.constants import MAX_ITERATIONS, RUNNING
 from ..ops import Kernel
-from ..ops.steps import PROGRESS, StopRule
+from ..ops.steps import StopRule
+from ..ops.steps.loops import state_begin
 from ..state.packing import Packing
 
 Step = Callable[[Tensor, int, bool], int | None]
@@ -42,20 +43,9 @@ class State:
     @classmethod
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
         """State before the first value of f; `more` are the fields that a subclass adds."""
-        if kernel.name == "cpp" and not kernel.in_graph:  # one op: six take as long as a short solve
-            return cls(kernel, z, *torch.ops.deqfast.state_begin.default(z), **more)
-        batch, device = z.shape[0], z.device
-        return cls(
-            kernel=kernel,
-            z=z,
-            best=z.clone(),
-            status=torch.zeros(batch, dtype=torch.int8, device=device),
-            iterations=torch.zeros(batch, dtype=torch.int32, device=device),
-            residual=torch.full((2, batch), math.inf, dtype=z.dtype, device=device),
-            progress=torch.full((len(PROGRESS), batch), math.inf, dtype=z.dtype, device=device),
-            active=torch.full((1,), batch, dtype=torch.int32, device=device),
-            **more,
-        )
+        # One op: six take as long as a short solve.
+        is_op = kernel.name == "cpp" and not kernel.in_graph
+        return cls(kernel, z, *(torch.ops.deqfast.state_begin.default if is_op else state_begin)(z), **more)
 
     @property
     def running(self) -> Tensor:

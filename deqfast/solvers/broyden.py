@@ -37,10 +37,7 @@ class Broyden(Multisecant):
     Schnabel, Math. Programming 63 (1994), for the compact form.
 
     Args:
-        rtol: relative tolerance, in [0, 1), see ``Solver``.
-        max_iter: calls of f, at least 1.
-        atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
-        norm: the norm |.|, see ``Solver``.
+        rtol, max_iter, atol, norm: see ``Solver``.
         history_size: pairs kept, which bounds the memory of a solve: at least 1, at most 32 on triton and cuda. None:
             max_iter, or 32 on triton and cuda. A full window slides, as if Broyden began at -I with its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.

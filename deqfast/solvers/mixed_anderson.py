@@ -22,8 +22,8 @@ MixingFn = Callable[..., tuple[Tensor, Any]]
 
 
 @dataclass
-class MixedState(State):
-    """State of a solve.
+class _Pairs:
+    """Pairs of a solve, made when the first evaluation shows the error's E numbers per sample.
 
     The target of an iterate is the next one without a history. `joint` (B, E + D) is the error and the target of the
     last iterate. Pair i, in slot i mod M of `pairs` (B, M, E + D), is the change of both from iterate i to the next.
@@ -31,11 +31,41 @@ class MixedState(State):
     so that their squares are in the range of the dtype: a power of two, which changes no bits of the weights.
     """
 
+    joint: Tensor
+    unit: Tensor
+    pairs: Tensor
+    gram: Tensor
+
+    @classmethod
+    def start(cls, error: Tensor, target: Tensor, slots: int, kernel: Kernel) -> _Pairs:
+        largest = error.abs().amax(dim=1, keepdim=True)
+        unit = largest / torch.frexp(largest).mantissa
+        unit = torch.where((unit > 0) & (unit < math.inf), unit, 1)
+        joint = torch.cat([error / unit, target], dim=1)
+        pairs = kernel.history((len(joint), slots, joint.shape[1]), joint.dtype, joint.device)
+        return cls(joint, unit, pairs, kernel.products((len(joint), slots + 2, slots), joint.dtype, joint.device))
+
+    def append(self, error: Tensor, target: Tensor, k: int) -> None:
+        """Append pair k - 1 and its products with the others. No op reads slots without a pair, which are undefined."""
+        width, first, slots = error.shape[1], self.joint.shape[1] - target.shape[1], self.pairs.shape[1]
+        if width != first:
+            raise ValueError(f"mixing_fn's error must keep its {first} numbers per sample, got {width} at call {k + 1}")
+        before, self.joint = self.joint, torch.cat([error / self.unit, target], dim=1)
+        pair, slot, count = self.joint - before, (k - 1) % slots, min(k, slots)
+        self.pairs[:, slot] = pair
+        # The order of summation must not depend on the batch: no matrix product, and no sum to a single number.
+        products = (self.pairs[:, : max(count, 2), :width] * pair[:, None, :width]).sum(dim=2)[:, :count]
+        self.gram[:, slot, :count] = products
+        self.gram[:, :count, slot] = products
+        self.gram[:, slots:, slot] = products[:, slot, None]
+
+
+@dataclass
+class MixedState(State):
+    """State of a solve."""
+
     slots: int = field(kw_only=True)  # M
-    joint: Tensor | None = None  # None, as the other three, until the first evaluation shows E
-    unit: Tensor | None = None
-    pairs: Tensor | None = None
-    gram: Tensor | None = None
+    history: _Pairs | None = None  # known once `mixing_fn` has returned its first error
     calls: int = 0  # of f
     mixed: tuple[Tensor, Tensor] | None = None  # rows of error (B, E) and proposal (B, D) at the present iterate
 
@@ -45,36 +75,18 @@ class MixedState(State):
         Raises:
             ValueError: the error has another number of elements than the first one.
         """
-        width, before = error.shape[1], self.joint
-        if before is None or self.unit is None or self.pairs is None or self.gram is None:
-            largest = error.abs().amax(dim=1, keepdim=True)
-            unit = largest / torch.frexp(largest).mantissa
-            self.unit = torch.where((unit > 0) & (unit < math.inf), unit, 1)
-            shape = len(target), self.slots, width + target.shape[1]
-            self.pairs = self.kernel.history(shape, target.dtype, target.device)
-            self.gram = self.kernel.products((len(target), self.slots + 2, self.slots), target.dtype, target.device)
-        elif before.shape[1] != width + target.shape[1]:
-            first = before.shape[1] - target.shape[1]
-            raise ValueError(f"mixing_fn's error must keep its {first} numbers per sample, got {width} at call {k + 1}")
-        error = error / self.unit
-        self.joint = torch.cat([error, target], dim=1)
-        if before is not None:
-            self._append(self.pairs, self.gram, self.joint - before, k, width)
+        if self.history is None:
+            self.history = _Pairs.start(error, target, self.slots, self.kernel)
+        else:
+            self.history.append(error, target, k)
+        width, pairs, gram = error.shape[1], self.history.pairs, self.history.gram
         newest, count = (torch.full_like(self.iterations, number) for number in (k - 1, min(k, self.slots)))
-        vector = torch.cat([error, torch.zeros_like(target)], dim=1)  # its products are those of the errors
-        product = self.kernel.op("multisecant_transposed")
-        rest = product(vector, self.pairs, self.pairs, self.gram, newest, count, ANDERSON_II, 1.0, 1.0, ridge)
+        # Its products are those of the errors.
+        vector = torch.cat([self.history.joint[:, :width], torch.zeros_like(target)], dim=1)
+        rest = self.kernel.op("multisecant_transposed")(
+            vector, pairs, pairs, gram, newest, count, ANDERSON_II, 1.0, 1.0, ridge
+        )
         return target + rest[:, width:]
-
-    def _append(self, pairs: Tensor, gram: Tensor, pair: Tensor, k: int, width: int) -> None:
-        """Append pair k - 1 and its products with the others. No op reads slots without a pair, which are undefined."""
-        slot, count = (k - 1) % self.slots, min(k, self.slots)
-        pairs[:, slot] = pair
-        # The order of summation must not depend on the batch: no matrix product, and no sum to a single number.
-        products = (pairs[:, : max(count, 2), :width] * pair[:, None, :width]).sum(dim=2)[:, :count]
-        gram[:, slot, :count] = products
-        gram[:, :count, slot] = products
-        gram[:, self.slots :, slot] = products[:, slot, None]
 
 
 @dataclass(frozen=True)
@@ -85,8 +97,7 @@ class MixedAnderson(Solver):
     this solver.
 
     Args:
-        rtol: relative tolerance, in [0, 1), see ``Solver``.
-        max_iter: calls of f, at least 1.
+        rtol, max_iter, atol, norm: see ``Solver``.
         history_size: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
         relaxation: weight r of the proposal: z_i + r (p_i - z_i) replaces p_i. In (0, 2].
         ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
@@ -99,8 +110,6 @@ class MixedAnderson(Solver):
             z and fz are the solver's memory: the function must neither modify them nor keep them. With
             `drop_converged` it is called as mixing_fn(z, fz, rows), as f is. `trajectory` and `diagnose` do not pass
             rows: give `rows` the default None.
-        atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
-        norm: the norm |.|, see ``Solver``.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

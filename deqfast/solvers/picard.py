@@ -16,10 +16,7 @@ class Picard(Solver):
     """Damped fixed-point iteration z <- z + relaxation (f(z) - z), for contractive f; keeps no history.
 
     Args:
-        rtol: relative tolerance, in [0, 1), see ``Solver``.
-        max_iter: calls of f, at least 1.
-        atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
-        norm: the norm |.|, see ``Solver``.
+        rtol, max_iter, atol, norm: see ``Solver``.
         relaxation: length of the step, in (0, 2].
 
     Raises:

@@ -102,3 +102,7 @@ def _checked(groups: Any, rows: int, device: torch.device) -> Tensor:
             f"groups must have shape ({rows},) on {device}, as z0 has, got {tuple(groups.shape)} on {groups.device}"
         )
     return groups.long()
+
+
+Grouping = Groups | Tensor | str | None
+"""Groups of rows as calls take them, see ``solve``."""

@@ -35,8 +35,8 @@ def sample_norms(
     if factors is not None:
         norms = [norm / factor for norm, factor in zip(norms, factors, strict=True)]
     if maximum:
-        of_rows = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
-        return of_rows if groups is None else groups.gather(of_rows[:, None]).amax(dim=1)
+        row_norms = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
+        return row_norms if groups is None else groups.gather(row_norms[:, None]).amax(dim=1)
     if groups is not None:
         return groups.sums(torch.stack(norms).square().sum(dim=0)).sqrt()
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)

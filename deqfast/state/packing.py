@@ -192,7 +192,7 @@ class Packing:
     def _joined(self, leaves: list[Tensor]) -> Tensor:
         rows = [_as(leaf.rows(tensor), self.dtype) for leaf, tensor in zip(self.leaves, leaves, strict=True)]
         if self.factors is not None:
-            rows = [of_leaf / factor for of_leaf, factor in zip(rows, self.factors, strict=True)]
+            rows = [columns / factor for columns, factor in zip(rows, self.factors, strict=True)]
         return rows[0].clone(memory_format=torch.contiguous_format) if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def fill(self, whole: Any, part: Any, rows: Tensor) -> Any:
@@ -215,20 +215,20 @@ class Packing:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
         expected = [tuple(leaf.shape) for leaf in self.leaves]
         if shapes != expected:
-            wanted, found = (expected[0], shapes[0]) if len(expected) == 1 else (expected, shapes)
+            wanted, given = (expected[0], shapes[0]) if len(expected) == 1 else (expected, shapes)
             if not all(isinstance(x, Tensor) for x in leaves):
                 what = "a tensor of shape" if len(expected) == 1 else "tensors of the shapes"
-                raise ValueError(f"f must return {what} {wanted}, got {'None' if value is None else found}")
+                raise ValueError(f"f must return {what} {wanted}, got {'None' if value is None else given}")
             raise ValueError(
-                f"f must return the shape of its argument, {wanted}, got {found}; without z0, init and initial_state, "
+                f"f must return the shape of its argument, {wanted}, got {given}; without z0, init and initial_state, "
                 "a block's state starts at zeros like x"
             )
-        for leaf, of_state in zip(leaves, self.leaves, strict=True):
+        for leaf, state in zip(leaves, self.leaves, strict=True):
             if leaf.device != self.device:
                 raise ValueError(f"f must return tensors on the device of z0, {self.device}, got {leaf.device}")
-            if not _fits(leaf, of_state):
-                kind = "complex" if of_state.dtype.is_complex else "floating-point"
-                raise TypeError(f"f must return {kind} tensors for {of_state.dtype} ones, got {leaf.dtype}")
+            if not _fits(leaf, state):
+                kind = "complex" if state.dtype.is_complex else "floating-point"
+                raise TypeError(f"f must return {kind} tensors for {state.dtype} ones, got {leaf.dtype}")
         return leaves
 
     def packer(self, z: Tensor) -> Callable[[Any], Tensor]:

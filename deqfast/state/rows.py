@@ -158,7 +158,7 @@ def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tenso
     """
     leaves, spec = pytree.tree_flatten(x)
     modules = modules_of(f)
-    found: list[Any] = list(marks)
+    answers: list[Any] = list(marks)
 
     def rows_with(leaf: Tensor, i: int) -> list[Tensor]:
         with undone(modules, broken.device):  # the cell may count its calls, or draw random numbers
@@ -176,5 +176,5 @@ def settled(marks: list[bool | None], f: Function, z: Any, x: Any, broken: Tenso
         else:
             pairs = zip(rows_with(stand_in(leaf, broken), i), rows_with(leaf, i), strict=True)
             kept = [torch.isclose(*pair, rtol=torch.finfo(pair[0].dtype).eps ** 0.5) for pair in pairs]
-        found[i] = torch.stack([(rows.all(dim=1) | broken).all() for rows in kept]).all()
-    return found
+        answers[i] = torch.stack([(rows.all(dim=1) | broken).all() for rows in kept]).all()
+    return answers

@@ -144,9 +144,6 @@ class Codes:
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         self._function, self._options, self._backend = function, options, backend
-        self._begin()
-
-    def _begin(self) -> None:
         self._codes: dict[Any, Callable[..., Any]] = {}
         self._served: set[Any] = set()  # keys whose code has run
         self._making: dict[Any, Any] = {}  # a lock for each key
@@ -185,10 +182,6 @@ class Codes:
         options = self._options() if self._options else None
         self._codes[key] = torch.compile(own, fullgraph=True, backend=self._backend, options=options)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the code, which lives in one process."""
-        return {name: self.__dict__[name] for name in ("_function", "_options", "_backend")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
+    def __reduce__(self) -> Any:
+        """A copy has none of the code, which lives in one process."""
+        return Codes, (self._function, self._options, self._backend)

@@ -171,10 +171,7 @@ class Members:
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Members | None:
         """Batch that these tensors belong to, or None."""
-        for tensor in tensors:
-            if _functorch.is_legacy_batchedtensor(tensor):
-                return cls(tensor)
-        return None
+        return next((cls(tensor) for tensor in tensors if _functorch.is_legacy_batchedtensor(tensor)), None)
 
     def unwrap(self, grad: Tensor) -> Tensor:
         """Gradients of all members (V, ...)."""

@@ -33,11 +33,11 @@ def tensors_of(cell: Callable[..., Any]) -> dict[str, Tensor]:
 
     For ``torch.func.functional_call``, which does not restore a tensor swapped under two names of one submodule.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path, module in cell.named_modules() if isinstance(cell, nn.Module) else ():
-        found.update(module.named_parameters(path, recurse=False, remove_duplicate=False))
-        found.update(module.named_buffers(path, recurse=False, remove_duplicate=False))
-    return found
+        tensors.update(module.named_parameters(path, recurse=False, remove_duplicate=False))
+        tensors.update(module.named_buffers(path, recurse=False, remove_duplicate=False))
+    return tensors
 
 
 @dataclass
@@ -92,8 +92,8 @@ class _Holdable(ParametrizationList):
     """Class that a ParametrizationList has while any thread keeps its value; it returns the thread's value."""
 
     def forward(self) -> Tensor:
-        found: Tensor = _value(self, lambda: ParametrizationList.forward(self))  # the class may change meanwhile
-        return found
+        weight: Tensor = _value(self, lambda: ParametrizationList.forward(self))  # the class may change meanwhile
+        return weight
 
     def _get_name(self) -> str:
         return ParametrizationList.__name__
@@ -147,7 +147,7 @@ def _computes(kind: Any) -> bool:
 
 @contextmanager
 def _hold(modules: Sequence[nn.Module]) -> Iterator[None]:
-    lists = [found for found in _parametrised(modules) if _can_be_held(found[2])]
+    lists = [entry for entry in _parametrised(modules) if _can_be_held(entry[2])]
     others = [module for module in modules if isinstance(module, OncePerSolve) and _can_be_held(module)]
     if not (lists or others):
         yield
@@ -223,12 +223,6 @@ def is_cached(cell: Callable[..., Any]) -> bool:
     return bool(parametrize._cache_enabled and _parametrised(modules_of(cell)))
 
 
-def check_not_cached(cell: nn.Module) -> None:
-    """Raise RuntimeError if ``parametrize.cached`` keeps a weight of `cell`: a graph would never see an update."""
-    if is_cached(cell):
-        raise RuntimeError("cuda_graph cannot be used under parametrize.cached() with a cell of parametrised weights")
-
-
 def behind_held() -> set[Tensor]:
     """Return the parameters and buffers from which the values that this thread keeps are computed."""
     return {tensor for module in _thread.held for tensor in chain(module.parameters(), module.buffers())}
@@ -266,11 +260,11 @@ def _parametrised(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Pa
     """Module, name and parametrisations of each tensor. Subclasses of torch's list are skipped."""
     if not any(type(module) in _LISTS for module in modules):  # this test is faster than finding their owners
         return []
-    found = []
-    for module in modules:
-        lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
-        found += [(module, name, weight) for name, weight in lists.items()]
-    return [entry for entry in found if type(entry[2]) in _LISTS]
+    entries: list[tuple[nn.Module, str, Any]] = []
+    for module in filter(parametrize.is_parametrized, modules):
+        lists: Any = module.parametrizations
+        entries += [(module, name, weight) for name, weight in lists.items() if type(weight) in _LISTS]
+    return entries
 
 
 def present_hooks() -> Any:
@@ -311,7 +305,7 @@ def check_loaded(modules: Sequence[nn.Module], z0: Any) -> None:
 def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Context that restores the modules' buffers, and torch's random state on the CPU and this device."""
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
-    buffers = [found for found in buffers if found[2].device.type != "meta"]  # offloaded: its hooks load a copy
+    buffers = [entry for entry in buffers if entry[2].device.type != "meta"]  # offloaded: its hooks load a copy
     before = [buffer.clone() for *_, buffer in buffers]
     try:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):

@@ -109,7 +109,7 @@ def _step(solver: Solver, state: State, rows: Tensor, k: Any, last: bool) -> Non
 
 def _loop(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor:
     """All evaluations but the first, in torch's ``while_loop``; return the number of all, () int64."""
-    of_sample = packing.resized(0)  # a loop takes no size of the batch from outside
+    single = packing.resized(0)  # a loop takes no size of the batch from outside
     tensors = {each.name: getattr(state, each.name) for each in fields(state)}
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
 
@@ -119,15 +119,14 @@ def _loop(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: Stat
     def body(k: Any, *now: Tensor) -> tuple[Tensor, ...]:
         copies: dict[str, Any] = {name: t.clone() for name, t in zip(tensors, now, strict=True)}
         own = replace(state, **copies)
-        of_batch = of_sample.resized(own.z.shape[0])
-        _step(solver, own, of_batch.rows_of_value(f(of_batch.unpack(own.z))), k, False)
+        batch = single.resized(own.z.shape[0])
+        _step(solver, own, batch.rows_of_value(f(batch.unpack(own.z))), k, False)
         return k + 1, *(getattr(own, name) for name in tensors)
 
     # Without dimensions: torch.onnx.export treats a size of 1 as variable, and nothing could be added to it.
     start = torch.full((), 1, dtype=torch.int64, device=state.z.device)
     evaluations, *ended = torch.while_loop(is_running, body, (start, *tensors.values()))
-    # Copies: the results of a loop must not be written to, and an offset that torch does not know keeps them out of the
-    # next loop.
+    # Copies: results of a loop may not be written to, and with an unknown offset do not enter the next loop.
     for name, tensor in zip(tensors, ended, strict=True):
         setattr(state, name, tensor.clone())
     end(state.status, state.progress, solver.tol)
@@ -139,8 +138,7 @@ def package_options() -> dict[str, Any]:
 
     Pass them as ``torch._inductor.aoti_compile_and_package(program, inductor_configs=deqfast.package_options())``. A
     solve with ``kernel="cpp"`` then calls deqfast's steps as C functions, without torch's dispatcher. A process that
-    loads such a package must import deqfast first. Before torch 2.14, other packages need these options too, because
-    its inductor generates wrong code for loops.
+    loads such a package must import deqfast first. Before torch 2.14 all packages with loops need these options.
     """
     fails = not IS_NEW and torch.backends.cpu.get_cpu_capability() == "AVX2"  # here its vectors read out of bounds
     return {**code_options(), **({"cpp.simdlen": 0} if fails else {})}

@@ -26,7 +26,7 @@ from ..engine.refusals import Refusals
 from ..engine.solve import Solve
 from ..gradients import Adjoint, Reversible
 from ..gradients.base import confirmed
-from ..gradients.derivative import StateFunction, Tensors, attached, of_members, on_values
+from ..gradients.derivative import StateFunction, Tensors, attached, for_members, on_values
 from ..gradients.unrolled import Iterated
 from ..solution import Solution
 from ..solvers import MixedAnderson
@@ -94,7 +94,7 @@ def solve_values(plan: Plan) -> Solution:
         def cell(z: Any) -> Any:
             return pytree.tree_unflatten(f(pytree.tree_leaves(z)), spec)
 
-        options = of_members(plan.options, members)
+        options = for_members(plan.options, members)
         start = pytree.tree_unflatten(z0, spec)
         solution = Solve(start, options)(cell, start)
         leaves = pytree.tree_leaves(solution.value)
@@ -102,17 +102,11 @@ def solve_values(plan: Plan) -> Solution:
         measures = solution.residual, solution.residual_rel, solution.residual_abs
         return [*leaves, solved[-1].status, solution.iterations, *(m.clone() for m in measures)]
 
-    *value, status, iterations, residual, relative, absolute = on_values(work, f, z0, [], f.others)
-    return replace(
-        solved[-1],
-        value=pytree.tree_unflatten(value, spec),
-        status=status,
-        iterations=iterations,
-        residual=residual,
-        residual_rel=relative,
-        residual_abs=absolute,
-        position_iterations=None,
-    )
+    results = on_values(work, f, z0, [], f.others)
+    numbers = ("status", "iterations", "residual", "residual_rel", "residual_abs")
+    changes: dict[str, Any] = dict(zip(numbers, results[len(z0) :], strict=True))
+    value = pytree.tree_unflatten(results[: len(z0)], spec)
+    return replace(solved[-1], value=value, position_iterations=None, **changes)
 
 
 def transform(plan: Plan, adjoint: Adjoint) -> tuple[Any, Solution]:

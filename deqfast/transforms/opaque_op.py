@@ -19,18 +19,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.refusals import Refusals, check_served
-from ..gradients import Adjoint, Unrolled
+from ..gradients import Unrolled
 from ..gradients.base import depends_on_others
 from ..ops.registry import library
 from ..solution import Solution
-from ..solvers import Solver
-from ..state.groups import Groups
+from ..state.groups import Grouping, Groups
 from ..state.packing import rows_dtype
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, keeps_graph, vjp
@@ -44,25 +43,8 @@ REFUSES: Refusals = {
     "a gradient of torch.func": "it would miss the block's part: leave the gradient out of compiled code, as "
     "torch.compiler.disable(torch.func.grad(f))",
 }
-
-
-class Block(Protocol):
-    """What the op needs of a ``DEQBlock``."""
-
-    cell: Callable[[Any, Any], Any]
-    adjoint: Adjoint
-    groups: Groups | Tensor | str | None
-    trace: bool
-    _number: Tensor
-
-    @property
-    def current_solver(self) -> Solver:
-        """Solver of the mode, training or evaluation."""
-
-    def _run(self, x: Any, z0: Any, groups: Groups | Tensor | str | None) -> tuple[Any, Solution]:
-        """Value and Solution of a call outside of traces."""
-
-
+Block = Any
+"""A ``DEQBlock``, whose module imports this one."""
 _numbers = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
 _locks: weakref.WeakKeyDictionary[Block, threading.RLock] = weakref.WeakKeyDictionary()  # of their tensors
@@ -80,7 +62,7 @@ def new_number(block: Block) -> Tensor:
         return torch.tensor(number, device="cpu")
 
 
-def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: Groups | Tensor | str | None) -> Any:
+def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: Grouping) -> Any:
     """``DEQBlock.forward`` in a region that ``torch.compile`` traces.
 
     Within ``vmap``, ``jvp`` and forward-mode AD the block runs uncompiled, between two graphs.
@@ -161,10 +143,8 @@ def _numbered(tree: Any, tensors: list[Tensor]) -> Any:
         return type(tree)([_numbered(value, tensors) for value in tree])
     if tree is None or isinstance(tree, (bool, str)):
         return tree
-    raise TypeError(
-        "under torch.compile x and z0 must hold tensors, None, truth values and strings in dicts, lists and tuples, "
-        f"got {type(tree).__name__}"
-    )
+    allowed = "tensors, None, truth values and strings in dicts, lists and tuples"
+    raise TypeError(f"under torch.compile x and z0 must hold {allowed}, got {type(tree).__name__}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -178,9 +158,7 @@ class _Solve(torch.autograd.Function):
     """``solve_block`` with ``pull_block`` as its backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, number: Tensor, described: str, wanted: list[bool], autocast: torch.dtype | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, number: Tensor, described: str, wanted: list[bool], autocast: Any, *tensors: Tensor) -> Any:
         *results, ticket = torch.ops.deqfast.solve_block(tensors[0], number, described, tensors, wanted, autocast)
         ctx.save_for_backward(ticket, *[tensor for tensor, want in zip(tensors, wanted, strict=True) if want])
         ctx.wanted, ctx.values = wanted, len(results) - 5
@@ -206,12 +184,7 @@ class _Plain(nn.Module):
 
 
 def _solve_block(
-    first: Tensor,
-    number: Tensor,
-    described: str,
-    tensors: list[Tensor],
-    wanted: list[bool],
-    autocast: torch.dtype | None,
+    first: Tensor, number: Tensor, described: str, tensors: list[Tensor], wanted: list[bool], autocast: Any
 ) -> list[Tensor]:
     block = _live.get(int(number))
     if block is None:
@@ -255,10 +228,9 @@ def _run(block: Block, call: _Call, swapped: dict[str, Tensor], autocast: torch.
     autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
     torch.clear_autocast_cache()  # its casts may be of older weights; compiled code uses none
     exclusive = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
+    arguments = call.x, call.z0, call.groups
     with torch.set_grad_enabled(call.records), autocasts, holding({}), exclusive:
-        arguments = call.x, call.z0, call.groups
-        result: tuple[Any, Solution] = torch.func.functional_call(_Plain(block), swapped, arguments, tie_weights=False)
-    return result
+        return torch.func.functional_call(_Plain(block), swapped, arguments, tie_weights=False)
 
 
 def _results(call: _Call, value: Any, solution: Solution) -> list[Tensor]:
@@ -303,9 +275,7 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
     return tensor if tensor.stride() == result.stride() else result.copy_(tensor)
 
 
-def _fake_solve_block(
-    first: Tensor, number: Tensor, described: str, tensors: list[Tensor], *settings: Any
-) -> list[Tensor]:
+def _fake_solve_block(first: Tensor, number: Tensor, described: str, tensors: list[Tensor], *_: Any) -> list[Tensor]:
     call = _Call.of(described, tensors)
     starts = pytree.tree_leaves(call.z0)
     samples = starts[0].shape[0]
@@ -321,10 +291,8 @@ def _fake_solve_block(
 
 def _pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     if int(ticket) not in _recorded:
-        raise RuntimeError(
-            "deqfast: the graph of a block in a compiled region is gone: hooks on saved tensors must keep its ticket, "
-            "an integer, as it is"
-        )
+        gone = "deqfast: the graph of a block in a compiled region is gone"
+        raise RuntimeError(f"{gone}: hooks on saved tensors must keep its ticket, an integer, as it is")
     values, leaves = _recorded[int(ticket)]
     with as_outside():
         pulled = vjp(values, leaves, grads, keeps_graph())

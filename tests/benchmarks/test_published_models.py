@@ -33,16 +33,17 @@ class Toy(torch.nn.Module):
 FLAGS = "--f_solver {} --f_max_iter 30 --f_tol 1e-10 --f_stop_mode rel --grad 3"
 
 
+UTILS = "def quarter(z):\n    return z / 4\n"
+HALF = "from utils import quarter\n\ndef half(z):\n    return 2 * quarter(z)\n"
+
+
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
     """Clone of a repository with a model, at the commit that is asked for."""
     folder = tmp_path / "me+toy"
     (folder / "zoo" / "parts").mkdir(parents=True)
-    (folder / "zoo" / "toy.py").write_text(TOY)
-    (folder / "zoo" / "utils.py").write_text("def quarter(z):\n    return z / 4\n")
-    (folder / "zoo" / "parts" / "half.py").write_text(
-        "from utils import quarter\n\ndef half(z):\n    return 2 * quarter(z)\n"
-    )
+    for name, text in (("toy", TOY), ("utils", UTILS), ("parts/half", HALF)):
+        (folder / "zoo" / f"{name}.py").write_text(text)
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     for command in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "-m", "all"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
@@ -87,33 +88,33 @@ def test_rows_have_evaluations_residuals_and_differences(clone):
     assert ours["loss_error"] <= after_solve(1e-10) and ours["gradient_error"] <= after_solve(1e-10, derivatives=1)
     assert min(theirs["ms"], ours["ms"], theirs["forward_ms"], ours["forward_ms"]) > 0 and ours["rounds"] == 2
     assert ours["source"] == f"me/toy@{models.COMMITS['me/toy']}" and torch.get_default_dtype() == torch.float32
-    folder = clone / "zoo"
     with models.on_device("cpu", torch.float64):
-        one, other = (models.built(toy(solver), folder, OURS) for solver in ("fixed_point_iter", "broyden"))
+        built = models.built(toy(), clone / "zoo", OURS)
         calls = []
-        handle = one.model.mix.register_forward_hook(lambda *_: calls.append(None))
-        twice = [models.watched_step(one) for _ in range(2)]
+        handle = built.model.mix.register_forward_hook(lambda *_: calls.append(None))
+        twice = [models.watched_step(built) for _ in range(2)]
         handle.remove()
         assert sum(step["evaluations"] + 1 for step in twice) == len(calls)  # one more for the residual
+        other = models.built(toy("broyden"), clone / "zoo", OURS)
         assert models.watched_step(other)["evaluations"] < twice[0]["evaluations"]
     assert torch.equal(twice[0]["gradient"], twice[1]["gradient"])  # which does not accumulate
-    assert not any(part._forward_pre_hooks or part._forward_hooks for part in one.model.modules())
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in built.model.modules())
 
 
 def test_without_its_clone_a_model_is_skipped_with_the_commands_that_make_it(clone):
     commit = models.COMMITS["me/toy"]
-    checkout = f"git -C {clone} checkout {commit}"
+
+    def reason(folder):
+        with pytest.raises(Skipped) as skipped:
+            models.clone_of("me/toy", folder)
+        return str(skipped.value)
+
     assert models.clone_of("me/toy", clone.parent) == clone
-    with pytest.raises(Skipped) as reason:
-        models.clone_of("me/toy", None)
-    assert "git clone https://github.com/me/toy FOLDER/me+toy && git -C FOLDER/me+toy checkout" in str(reason.value)
+    assert "git clone https://github.com/me/toy FOLDER/me+toy && git -C FOLDER/me+toy checkout" in reason(None)
     (clone / "zoo" / "toy.py").write_text("")
-    with pytest.raises(Skipped, match=r"has changes: M zoo/toy.py"):
-        models.clone_of("me/toy", clone.parent)
+    assert "has changes: M zoo/toy.py" in reason(clone.parent)
     models.COMMITS["me/toy"] = "0" * 40
-    with pytest.raises(Skipped) as reason:
-        models.clone_of("me/toy", clone.parent)
-    assert f"is at commit {commit}: {checkout.replace(commit, '0' * 40)}" in str(reason.value)
+    assert f"is at commit {commit}: git -C {clone} checkout {'0' * 40}" in reason(clone.parent)
 
 
 def results(**shares):
@@ -122,33 +123,24 @@ def results(**shares):
     for run in range(2):
         rows = []
         for name, times in shares.items():
-            told = {
-                "section": "models",
-                "case": name,
-                "solver": "s",
-                "whole": name == "big",
-                "source": "me/toy@0123456789",
-            }
-            told |= {"evaluations": 5, "residual": 1e-3}
-            rows.append(told | {"provider": PEER, "ms": 2.0, "forward_ms": 1.0})
-            own = {"provider": OURS, "ms": 2.0 * times[run], "forward_ms": 0.5, "loss_error": 0.0}
-            rows.append(told | own | {"gradient_error": 1e-8 * (run + 1), "evaluations": 4})
-        machine = {"gpu": None, "threads": 1}
-        records.append(report.Record(None, machine, "measure", "2026-01-02", None, rows))
+            row = {"section": "models", "case": name, "solver": "s", "whole": name == "big", "residual": 1e-3}
+            row["source"] = "me/toy@0123456789"
+            ours = {"ms": 2.0 * times[run], "forward_ms": 0.5, "loss_error": 0.0, "gradient_error": 1e-8 * (run + 1)}
+            rows += [row | {"provider": PEER, "evaluations": 5, "ms": 2.0, "forward_ms": 1.0}]
+            rows += [row | {"provider": OURS, "evaluations": 4} | ours]
+        records.append(report.Record(None, {"gpu": None, "threads": 1}, "measure", "2026-01-02", None, rows))
     return report.Results(records)
 
 
 def test_a_model_gains_only_if_every_run_does():
-    found = report.of_models(results(big=(0.5, 0.7), once=(0.9, 1.0), slow=(1.06, 1.2), slower=(1.01, 1.3)))
-    assert found["models.all.gain"] == found["models.all.lose"] == "1 of 4"
-    assert found["models.whole.gain"] == "1 of 1" and found["models.all.gaining"] == "0.600"
-    assert found["models.all.training"] == "1.04" and found["models.whole.training"] == "0.600"
-    assert found["models.all.forward"] == "0.500"
+    numbers = report.of_models(results(big=(0.5, 0.7), once=(0.9, 1.0), slow=(1.06, 1.2), slower=(1.01, 1.3)))
+    expected = {"all.gain": "1 of 4", "all.lose": "1 of 4", "whole.gain": "1 of 1", "all.gaining": "0.600"}
+    expected |= {"all.training": "1.04", "whole.training": "0.600", "all.forward": "0.500"}
+    assert {name: numbers[f"models.{name}"] for name in expected} == expected
 
 
 def test_the_table_of_models_has_the_worst_difference_and_the_middle_of_the_times():
     (line,) = report.made(results(big=(0.5, 0.7)), "Models").rows
-    assert (line["loss"], line["gradient"]) == ("0", "2.0e-8")
-    assert (line["evaluations"], line["residual"]) == ("5 / 4", "1.0e-3 / 1.0e-3")
-    assert (line["forward"], line["training"]) == ("0.500", "0.600 (0.500 to 0.700)")
+    expected = {"loss": "0", "gradient": "2.0e-8", "evaluations": "5 / 4", "residual": "1.0e-3 / 1.0e-3"}
+    assert line.items() >= (expected | {"forward": "0.500", "training": "0.600 (0.500 to 0.700)"}).items()
     assert report.clones(results(big=(0.5, 0.7))) == "Repositories: me/toy 0123456."

@@ -11,7 +11,6 @@ from harness import record, suite
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = """
 import pytest
-
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
     {}

@@ -26,21 +26,18 @@ def test_spectra_have_their_radius_and_are_spread_as_named():
         assert float(values.max()) == pytest.approx(0.9, rel=1e-9)
         assert float(values.min()) == pytest.approx(low, rel=0.02)
         assert float((values > 0.7).double().mean()) == pytest.approx(share, abs=0.03)
-    values = (-2.5, -1.5, 0.95)
-    found = torch.linalg.eigvals(problems.outliers(200, generator(), 0.5, values))
-    assert sorted(found[found.abs() > 0.7].real.tolist()) == pytest.approx(sorted(values), abs=0.1)
+    outliers = torch.linalg.eigvals(problems.outliers(200, generator(), 0.5, (-2.5, -1.5, 0.95)))
+    assert sorted(outliers[outliers.abs() > 0.7].real.tolist()) == pytest.approx([-2.5, -1.5, 0.95], abs=0.1)
 
 
 def test_fixed_points_exist_and_residuals_are_of_float64():
     cheap = [name for name, (dim, *_) in problems.MAPS.items() if dim <= 256]
     for problem in (problem for name in cheap for problem in problems.suite(name, batch=2)):
-        exact = deqfast.solve(
-            problem.exact, problem.z0.double(), deqfast.Broyden(1e-11, 300, history_size=300), "torch"
-        )
+        solver = deqfast.Broyden(1e-11, 300, history_size=300)
+        exact = deqfast.solve(problem.exact, problem.z0.double(), solver, "torch").value
         # In float32 residuals below about 1e-8 could not be distinguished from zero.
-        assert float(problem.residuals(exact.value).max()) < 1e-10, problem.name
-        rounded = float(problem.residuals(exact.value.float()).max())
-        assert 1e-10 < rounded < 1e-5, problem.name
+        assert float(problem.residuals(exact).max()) < 1e-10, problem.name
+        assert 1e-10 < float(problem.residuals(exact.float()).max()) < 1e-5, problem.name
 
 
 HALF = problems.fully_connected("half", 0.5 * torch.eye(2), torch.ones(2, 2))
@@ -107,8 +104,7 @@ def test_torchdeqs_layer_has_the_gradient_of_deqfast(adjoint, shape):
 def test_the_pseudo_inverse_measures_the_same_neural_collapse():
     features, labels, weight = (t.double() if t.is_floating_point() else t for t in collapse.clusters(60, 9, 3))
     expected = deqfast.neural_collapse(features, labels, weight, kernel="torch")
-    found = peers.pinv_collapse(features, labels, weight)
-    for name, value in found.items():
+    for name, value in peers.pinv_collapse(features, labels, weight).items():
         assert value == pytest.approx(getattr(expected, name), rel=1e-6), name
     assert collapse.exact_nc1(features, labels, 3) == pytest.approx(expected.nc1, rel=1e-12)
 

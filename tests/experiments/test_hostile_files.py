@@ -28,10 +28,9 @@ DEEP = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
 
 
 def changed(record, path, value):
-    """Copy of a record in which the entry of a path like "network.curves" has another value."""
-    record = json.loads(json.dumps(record))
+    """A record in which the entry of a path like "network.curves" has another value."""
+    record = inner = json.loads(record)
     *way, last = path.split(".")
-    inner = record
     for name in way:
         inner = inner[name]
     inner[last] = value
@@ -53,24 +52,22 @@ RESULTS = {
 FEATURES = {"features": np.zeros((6, 3), np.float16), "labels": np.arange(6)}
 MOMENTS = {"epoch": np.array([2, 4]), "counts": np.full((2, 10), 5), "means": np.ones((2, 10, 3))}
 MOMENTS |= {"traces": np.ones((2, 10)), "scatter": np.ones((2, 10, 10)), "weight": np.ones((2, 10, 3))}
-
-READ = [name for name in MOMENTS if name != "scatter"]  # in a report
-
-
-def claiming(shape):
-    """Bytes of an .npz whose array claims this shape, and has no number."""
-    content, array = io.BytesIO(), io.BytesIO()
-    header = {"descr": "<f8", "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(array, header)
-    with zipfile.ZipFile(content, "w") as archive:
-        for name in (*MOMENTS, *FEATURES):
-            archive.writestr(f"{name}.npy", array.getvalue())
-    return content.getvalue()
+READ = MOMENTS.keys() - {"scatter"}  # in a report
 
 
 def arrays(**given):
     content = io.BytesIO()
     np.savez(content, **given)
+    return content.getvalue()
+
+
+def claiming(shape):
+    """Bytes of an .npz whose array claims this shape, and has no number."""
+    content, array = io.BytesIO(), io.BytesIO()
+    np.lib.format.write_array_header_1_0(array, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(content, "w") as archive:
+        for name in (*MOMENTS, *FEATURES):
+            archive.writestr(f"{name}.npy", array.getvalue())
     return content.getvalue()
 
 
@@ -91,32 +88,30 @@ def test_a_report_leaves_out_the_runs_with_damaged_files_and_names_them(made_up,
     whole = made_up("whole", model="deq")
     write_arrays(whole / "moments.npz", MOMENTS)
     write_arrays(whole / "features.npz", FEATURES)
-    result = json.loads((whole / "result.json").read_text())
-    for name, damage in RESULTS.items():
+    result = (whole / "result.json").read_text()
+    damages = {name: ("result.json", to) for name, to in RESULTS.items()}
+    damages |= {name: (f"{file}.npz", content) for name, (file, content) in ARRAYS.items()}
+    files = ("result.json", "moments.npz", "features.npz", "epochs.jsonl", "settings.json")
+    damages |= {f"folder {name}": (name, None) for name in files}
+    for name, (file, damage) in damages.items():
         folder = shutil.copytree(whole, whole.parent / name)
-        content = damage if isinstance(damage, bytes) else changed(result, *damage)
-        (folder / "result.json").write_bytes(content)
-    for name, (file, content) in ARRAYS.items():
-        folder = shutil.copytree(whole, whole.parent / name)
-        (folder / f"{file}.npz").write_bytes(content)
-    for name in ("result.json", "moments.npz", "features.npz", "epochs.jsonl", "settings.json"):
-        folder = shutil.copytree(whole, whole.parent / f"folder {name}")
-        (folder / name).unlink()
-        (folder / name).mkdir()
-        if name in ("epochs.jsonl", "settings.json"):
-            (folder / "result.json").unlink()
-    found = collect([whole.parent])
-    assert [run.path for group in found.groups for run in group.finished] == [whole]
-    told = {entry.folder.name: (entry.state, entry.reason) for entry in found.rejected}
-    folders = {f"folder {name}" for name in ("result.json", "moments.npz", "features.npz", "epochs.jsonl")}
-    assert told.keys() == {*RESULTS, *ARRAYS, *folders, "folder settings.json"}
-    for name, (state, reason) in told.items():
-        assert state == "unreadable" and str(whole.parent / name) in reason and "\n" not in reason, (name, reason)
+        if damage is None:
+            (folder / file).unlink()
+            (folder / file).mkdir()
+            if file in ("epochs.jsonl", "settings.json"):
+                (folder / "result.json").unlink()
+        else:
+            (folder / file).write_bytes(damage if isinstance(damage, bytes) else changed(result, *damage))
+    runs = collect([whole.parent])
+    assert [run.path for group in runs.groups for run in group.finished] == [whole]
+    assert {entry.folder.name for entry in runs.rejected} == damages.keys()
+    for entry in runs.rejected:
+        assert entry.state == "unreadable" and str(entry.folder) in entry.reason and "\n" not in entry.reason
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nc_study.figures.features_figure", lambda *_: None)
         patch.setattr("nc_study.reporting.report.png", lambda _: b"")
         assert run_script("report.py", str(whole.parent), "--out", str(tmp_path / "report")) == 0
-    assert capsys.readouterr().out.count("unreadable: ") == len(told)
+    assert capsys.readouterr().out.count("unreadable: ") == len(damages)
 
 
 class Harm:
@@ -129,14 +124,25 @@ class Harm:
 def trained(kind, steps=1):
     """A network, its optimiser after a step or none, and a schedule."""
     network = torch.nn.Linear(3, 2)
-    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    optimizer = kind(network.parameters(), 0.1, **options)
+    optimizer = kind(network.parameters(), 0.1, **{"momentum": 0.9} if kind is torch.optim.SGD else {})
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for _ in range(steps):
         network(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         schedule.step()
     return {"network": network, "optimizer": optimizer, "schedule": schedule}
+
+
+def kept_of_first(**changes):
+    """Change what the optimiser keeps of its first parameter; "buffer" stands for its momentum."""
+
+    def change(state):
+        kept = state["optimizer"]["state"]
+        buffer = "exp_avg" if "exp_avg" in kept[0] else "momentum_buffer"
+        first = kept[0] | {name.replace("buffer", buffer): value for name, value in changes.items()}
+        return state | {"optimizer": state["optimizer"] | {"state": kept | {0: first}}}
+
+    return change
 
 
 STATES = {
@@ -149,36 +155,23 @@ STATES = {
     "group": lambda state: state | {"optimizer": state["optimizer"] | {"param_groups": [{"params": [0, 1]}]}},
     "parameters": lambda state: state | {"optimizer": state["optimizer"] | {"state": {7: {}}}},
     "rates": lambda state: state | {"schedule": {"step": 3}},
+    "kept shape": kept_of_first(buffer=torch.ones(9)),
+    "kept text": kept_of_first(buffer="a"),
+    "kept": kept_of_first(b=1),
 }
 
 
-def of_parameter(name, value):
-    """Change what the optimiser keeps of its first parameter."""
-
-    def change(state):
-        kept = state["optimizer"]["state"]
-        return state | {"optimizer": state["optimizer"] | {"state": kept | {0: kept[0] | {name: value}}}}
-
-    return change
-
-
-OPTIMIZERS = {torch.optim.SGD: "momentum_buffer", torch.optim.Adam: "exp_avg"}
-
-
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # of a tensor where a state was expected
-@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_checkpoints_that_do_not_fit_are_refused(kind, tmp_path):
-    run = RunDirectory(tmp_path)
-    names = {"kept shape": (OPTIMIZERS[kind], torch.ones(9)), "kept text": (OPTIMIZERS[kind], "a"), "kept": ("b", 1)}
-    for name, change in (STATES | {name: of_parameter(*one) for name, one in names.items()}).items():
-        kept = trained(kind)
-        state = {"epoch": 1} | {part: one.state_dict() for part, one in kept.items()}
+    run, kept = RunDirectory(tmp_path), trained(kind)
+    for name, change in STATES.items():
+        state = {"epoch": 1} | {part: value.state_dict() for part, value in kept.items()}
         torch.save(change(state), tmp_path / "last.ckpt")
         with pytest.raises(Unreadable, match="last.ckpt cannot be read") as error:
             run.take_over(run.restore(), **trained(kind))
         assert "\n" not in str(error.value), name
-    kept = trained(kind)
-    run.save({"epoch": 3} | {part: one.state_dict() for part, one in kept.items()})
+    run.save({"epoch": 3} | {part: value.state_dict() for part, value in kept.items()})
     state = run.restore()
     assert state["epoch"] == 3
     run.take_over(state, **trained(kind, steps=0))
@@ -231,31 +224,15 @@ PUZZLE = (
 )
 
 
-def read_images(path):
-    restoration.read(path.parent)
-
-
-def read_graph(path):
-    graphs.citations(graphs.Graphs(data="cora", data_root=str(path.parent)), 0)
-
-
-def read_text(path):
-    text.load(text.Text(data_root=str(path), context=2))
-
-
-def read_npz(path):
-    moments.read(path)
-
-
 READERS = {  # by the name of the file: how it is read, and a whole one
-    "a.png": (read_images, picture()),
-    "a.jpg": (read_images, picture("jpeg")),
-    "a.bmp": (read_images, picture("bmp")),
+    "a.png": (lambda path: restoration.read(path.parent), picture()),
+    "a.jpg": (lambda path: restoration.read(path.parent), picture("jpeg")),
+    "a.bmp": (lambda path: restoration.read(path.parent), picture("bmp")),
     "a.wav": (audio.read, sound()),
-    "cora.npz": (read_graph, graph()),
-    "a.txt": (read_text, "täglich\n".encode() * 40),
+    "cora.npz": (lambda path: graphs.citations(graphs.Graphs(data="cora", data_root=str(path.parent)), 0), graph()),
+    "a.txt": (lambda path: text.load(text.Text(data_root=str(path), context=2)), "täglich\n".encode() * 40),
     "puzzles.txt": (sudoku_puzzles.read, PUZZLE * 2),
-    "moments.npz": (read_npz, arrays(**MOMENTS)),
+    "moments.npz": (moments.read, arrays(**MOMENTS)),
     "tuning.json": (lambda path: read_record(path, Tuning, "no remedy"), to_json(Tuning((), {}))),
 }
 HOSTILE = {

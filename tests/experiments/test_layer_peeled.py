@@ -27,10 +27,6 @@ def problem(model, features="final", classes=4, e_w=10.0, e_h=0.5, counts=None, 
     return Problem(model, features, counts, shares, dimension, e_w, e_h)
 
 
-def solve(which, steps=400, tolerance=1e-7, seed=0):
-    return minimise(which, which.start(seed), steps, tolerance, which.frozen)
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("features", FEATURES)
 def test_start_meets_the_constraints_as_the_paper_states_them(model, features):
@@ -80,7 +76,7 @@ def test_cross_entropy_keeps_its_digits(scale):
 @pytest.mark.parametrize("e_w, e_h", [(10.0, 0.5), (0.05, 0.05)])
 def test_balanced_optimum_under_final_features_is_the_simplex_etf(model, e_w, e_h):
     which = problem(model, e_w=e_w, e_h=e_h)
-    optimum = solve(which)
+    optimum = minimise(which, which.start(0), 400, 1e-7, which.frozen)
     record = describe(which, optimum)
     assert optimum.residual < 1e-5
     assert record["nc"]["nc1"] < 1e-8 and record["nc"]["nc2"] < 1e-3 and record["nc"]["nc3"] < 1e-4
@@ -96,25 +92,21 @@ def test_the_committed_numbers_give_the_committed_verdicts():
     assert json.loads(json.dumps(theory.claims_of(result))) == result["claims"] and len(result["claims"]) == 169
     assert markdown(result) == (RESULTS / "layer_peeled.md").read_text()
     assert not local_minima(result)
-    etf = {(one["model"], one["e_w"]): one["verdict"] == theory.HOLDS for one in result["claims"] if is_etf(one)}
+    etf = {
+        (claim["model"], claim["e_w"]): claim["verdict"] == theory.HOLDS
+        for claim in result["claims"]
+        if claim["claim"] == "class means form a simplex ETF" and claim["features"] == "backbone"
+    }
     assert etf == {("explicit", 0.01): False, ("deq", 0.01): False, ("explicit", 100): False, ("deq", 100): True}
-    met = [
-        model["condition"]["met"]
-        for bounds in result["imbalanced"]["bounds"]
-        for model in bounds["comparisons"]["own optimum"]["models"].values()
-    ]
+    bounds = [bound["comparisons"]["own optimum"]["models"].values() for bound in result["imbalanced"]["bounds"]]
+    met = [model["condition"]["met"] for models in bounds for model in models]
     assert 0 < max(met) < 100, "the condition of NC2 is met for some pairs of classes, not for all"
-
-
-def is_etf(claim):
-    return claim["claim"] == "class means form a simplex ETF" and claim["features"] == "backbone"
 
 
 def test_small_run_from_end_to_end_is_the_same_every_time(tmp_path, capsys):
     assert layer_peeled.main([*SMALL, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    names = {"layer_peeled.json", "layer_peeled.md"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == {"layer_peeled.json", "layer_peeled.md"}
     result = json.loads((tmp_path / "layer_peeled.json").read_text())
     assert {"versions", "machine", "commit", "seconds"} <= result.keys() and result["settings"]["classes"] == 4
     assert [len(result[part]["bounds"]) for part in ("balanced", "imbalanced", "limit")] == [2, 2, 2]

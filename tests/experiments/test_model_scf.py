@@ -42,38 +42,32 @@ def test_all_ways_find_one_field(name, drawn):
     """By hand and by deqfast Anderson needs as many evaluations, up to one because of rounding."""
     field, atoms = drawn[name]
     x = scf.integrals(atoms)
-    found = {arm: scf.solved(arm, OPTIONS, field, x) for arm in scf.ARMS[1:]}
-    energy = field.energy(found["anderson"].value, atoms)
-    for one in found.values():
-        assert one.converged.all()
-        # Energies are stationary: their errors are squares of the tolerance, below their rounding.
-        torch.testing.assert_close(
-            field.energy(one.value, atoms),
-            energy,
-            rtol=rounding(torch.float64, 16**3),
-            atol=0.0,  # of N^3 operations
-        )
-    assert torch.equal(found["anderson"].value, found["anderson-whole"].value)
-    counts = found["by-hand"].iterations - found["anderson"].iterations
-    assert counts.abs().max() <= 1
+    solutions = {arm: scf.solved(arm, OPTIONS, field, x) for arm in scf.ARMS[1:]}
+    energy = field.energy(solutions["anderson"].value, atoms)
+    allowed = rounding(torch.float64, 16**3)  # of N^3 operations: energies are stationary, their errors squares
+    for solution in solutions.values():
+        assert solution.converged.all()
+        torch.testing.assert_close(field.energy(solution.value, atoms), energy, rtol=allowed, atol=0.0)
+    assert torch.equal(solutions["anderson"].value, solutions["anderson-whole"].value)
+    assert (solutions["by-hand"].iterations - solutions["anderson"].iterations).abs().max() <= 1
 
 
 def test_gradients_equal_those_through_a_long_loop(drawn):
     """The forces also equal those with the field held constant (Hellmann and Feynman)."""
     field, atoms = drawn["molecules"]
     places = atoms.positions[:4].clone().requires_grad_()
-    moved = scf.Atoms(*(one[:4] for one in atoms))._replace(positions=places)
+    moved = scf.Atoms(*(part[:4] for part in atoms))._replace(positions=places)
     x = scf.integrals(moved)
     block = deqfast.DEQBlock(field, TIGHT, deqfast.Implicit(deqfast.Broyden(1e-10, 200)), init=field.start)
     looped = field.start(x)
     for _ in range(300):  # with an amplification of 8 the rest is 300 (1 - 1/8)^300 = 1e-15
         looped = field(looped, x)
-    forces, of_charge = [], []
+    forces, charges = [], []
     for z in (block(x), looped):
         charge = field.electrons(z, x).density[:, 0, 0].sum()
-        for kept, value in ((forces, field.energy(z, moved).sum()), (of_charge, charge)):
+        for kept, value in ((forces, field.energy(z, moved).sum()), (charges, charge)):
             kept += torch.autograd.grad(value, places, retain_graph=True)
     forces += torch.autograd.grad(field.energy(block(x).detach(), moved).sum(), places)
-    for one, exact in ((forces[0], forces[1]), (forces[2], forces[1]), of_charge):
-        assert_close(one, exact, after_solve(1e-10, derivatives=1))
-    assert of_charge[0].norm() > 0.01
+    for ours, exact in ((forces[0], forces[1]), (forces[2], forces[1]), charges):
+        assert_close(ours, exact, after_solve(1e-10, derivatives=1))
+    assert charges[0].norm() > 0.01

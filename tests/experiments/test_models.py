@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +32,6 @@ SCRIPTS = {  # with small options, a score and its range, and a score that only 
     "text": (text, TEXT, ("loss, test", 2, 5), "converged"),
 }
 
-COMMAND = r"^python experiments/model\.py (\w+)((?: [^#\n]+)?)"
-
 
 @pytest.fixture(autouse=True)
 def few_data(monkeypatch):
@@ -49,20 +46,20 @@ def few_data(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:No explicit prior has been given")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
-    script, options, (score, least, most), of_solves = SCRIPTS[name]
+    script, options, (score, least, most), solves_score = SCRIPTS[name]
     made = [Run(script.train, options, tmp_path, arm, seed=0) for arm in script.ARMS]
     for run in made:
         run.measure()
     records = [run.record for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
     solved = ("deq", *rnn.ARMS, *scf.ARMS, *["explicit-parameters"] * (name == "sudoku"))
-    assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
+    assert all((solves_score in record.scores) == (record.arm in solved) for record in records)
     frame.show(name, records, frame.png(script.EXAMPLE.draw(records)), tmp_path)
     shown = capsys.readouterr().out
     assert all(f"| {arm} " in shown for arm in script.ARMS)
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     if name == "sudoku":
-        assert 0 < records[0].scores[of_solves] <= 3 and Image.open(tmp_path / "deq-seed0.gif").n_frames > 1
+        assert 0 < records[0].scores[solves_score] <= 3 and Image.open(tmp_path / "deq-seed0.gif").n_frames > 1
 
 
 @pytest.mark.filterwarnings("ignore:No explicit prior has been given")
@@ -80,11 +77,11 @@ def test_a_run_that_was_cut_off_counts_all_evaluations(tmp_path, cut_off):
 
 
 def test_the_commands_of_the_pages_are_understood():
-    pages = (EXPERIMENTS.parent / "docs" / "pages").glob("*.md")
-    found = {line for page in pages for line in re.findall(COMMAND, page.read_text(), re.MULTILINE)}
-    for name, words in found:
+    pages = "".join(page.read_text() for page in (EXPERIMENTS.parent / "docs" / "pages").glob("*.md"))
+    commands = re.findall(r"^python experiments/model\.py (\w+)((?: [^#\n]+)?)", pages, re.MULTILINE)
+    for name, words in commands:
         assert parsed(SCRIPTS[name][0].EXAMPLE.options, None, [], words.split())
-    assert {name for name, _ in found} == {*SCRIPTS} == {*model.MODELS}
+    assert {name for name, _ in commands} == {*SCRIPTS} == {*model.MODELS}
 
 
 def test_graphs_of_a_batch_are_solved_apart_and_as_they_would_be_alone():
@@ -105,45 +102,31 @@ def test_graphs_of_a_batch_are_solved_apart_and_as_they_would_be_alone():
     assert torch.allclose(model(alone)[0], logits[last], atol=1e-4)
 
 
-def cora(**changed):
-    """The file of a ring of six nodes, as --data-root has graphs."""
-    nodes, content = np.arange(6), io.BytesIO()
+def test_data_of_ones_own_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nodes = np.arange(6)
     ring = np.stack([nodes, (nodes + 1) % 6], axis=1)
     arrays = {"x_data": np.ones(6), "x_indices": nodes % 3, "x_indptr": np.arange(7), "x_shape": np.array([6, 3])}
     arrays |= {"y": nodes % 2, "edges": np.concatenate([ring, ring[:, ::-1]])}
     arrays |= {f"{split}_mask_{k}": nodes % 3 == i for i, split in enumerate(("train", "val", "test")) for k in (0, 1)}
-    np.savez(content, **{key: value for key, value in (arrays | changed).items() if value is not None})
-    return {"cora.npz": content.getvalue()}
-
-
-def folders():
-    """An image of 20 x 24 pixels in every folder."""
-    content = io.BytesIO()
-    Image.fromarray(np.zeros((20, 24), np.uint8)).save(content, "png")
-    return {f"{name}/a.png": content.getvalue() for name in restoration.FOLDERS.values()}
-
-
-def given(kind, files, **options):
-    """Options with these files under --data-root, which is the working folder."""
-    for name, content in files.items():
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_bytes(content)
-    return kind(**{"data_root": "."} | options)
-
-
-def test_data_of_ones_own_are_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = given(graphs.Graphs, cora(), data="cora", width=4, steps=5)
+    np.savez("cora.npz", **arrays)
+    options = graphs.Graphs(data="cora", data_root=".", width=4, steps=5)
     problem = graphs.load(options, seed=1)
     assert problem.adjacency.layout == problem.features.layout == torch.sparse_csr
     assert torch.allclose(problem.adjacency.to_dense().sum(dim=1), torch.ones(6))
     assert graphs.train(Run(graphs.train, options, tmp_path, "deq", seed=0)).scores["converged"] == 1
-    name, data = restoration.load(given(restoration.Restoration, folders(), patch=16))
-    assert name == "Train400 (1), Set12 (1), BSD68 (1)" and data["train"][0].shape == (20, 24)
-    corpus = text.load(given(text.Text, {f"{name}.txt": 1000 * name.encode() for name in "ab"}))
-    assert corpus.characters == "ab" and [len(part) for part in corpus[2:]] == [1800, 100, 100]
+    np.savez("cora.npz", **arrays | {"edges": np.zeros((0, 2), int)})
     with pytest.raises(StudyError, match=r"edges must be \(E, 2\) with E > 0"):
-        graphs.load(given(graphs.Graphs, cora(edges=np.zeros((0, 2), int)), data="cora"), seed=1)
+        graphs.load(options, seed=1)
+    for name in restoration.FOLDERS.values():
+        Path(name).mkdir()
+        Image.fromarray(np.zeros((20, 24), np.uint8)).save(f"{name}/a.png")
+    name, data = restoration.load(restoration.Restoration(data_root=".", patch=16))
+    assert name == "Train400 (1), Set12 (1), BSD68 (1)" and data["train"][0].shape == (20, 24)
+    for name in "ab":
+        Path(f"{name}.txt").write_text(1000 * name)
+    corpus = text.load(text.Text(data_root="."))
+    assert corpus.characters == "ab" and [len(part) for part in corpus[2:]] == [1800, 100, 100]
 
 
 @pytest.mark.parametrize("task", ["deblur", "inpaint"])
@@ -156,7 +139,7 @@ def test_the_measurement_and_its_adjoint(task):
 
 
 @pytest.mark.parametrize("arm", text.ARMS)
-def test_no_character_is_told_by_those_after_it(arm):
+def test_no_character_depends_on_those_after_it(arm):
     torch.manual_seed(0)
     model = text.Language(arm, TEXT, 10).eval()
     if model.equilibrium is not None:

@@ -35,20 +35,19 @@ from scipy import stats
 from study_helpers import SOLVER, made_up_epoch, made_up_result, made_up_settings
 
 JUDGED = ("mechanism", "settings", "size")
-ONE, OTHER = [0.4, 1.1, -0.3, 2.0], [1.2, 0.1, 0.9]
+FOUR, THREE = [0.4, 1.1, -0.3, 2.0], [1.2, 0.1, 0.9]
 
 
 def test_one_setting_is_a_paired_t_test_and_two_are_welchs():
-    expected = stats.ttest_1samp(ONE, 0)
-    found, interval = estimate([ONE]), expected.confidence_interval()
-    assert found.p_different == pytest.approx(expected.pvalue)
-    assert found.interval == pytest.approx((interval.low, interval.high))
-    welch = stats.ttest_ind(ONE, [-value for value in OTHER], equal_var=False)
-    found = estimate([ONE, OTHER])
-    assert (found.freedom, found.p_different) == pytest.approx((welch.df, welch.pvalue))
-    assert found.mean == pytest.approx((0.8 + 2.2 / 3) / 2), "settings count alike, however many seeds they have"
-    sides = [stats.ttest_1samp(ONE, -2, alternative="greater"), stats.ttest_1samp(ONE, 2, alternative="less")]
-    assert estimate([ONE]).p_equal(2) == pytest.approx(max(side.pvalue for side in sides))
+    expected, paired = stats.ttest_1samp(FOUR, 0), estimate([FOUR])
+    interval = expected.confidence_interval()
+    assert paired.p_different == pytest.approx(expected.pvalue)
+    assert paired.interval == pytest.approx((interval.low, interval.high))
+    welch, both = stats.ttest_ind(FOUR, [-value for value in THREE], equal_var=False), estimate([FOUR, THREE])
+    assert (both.freedom, both.p_different) == pytest.approx((welch.df, welch.pvalue))
+    assert both.mean == pytest.approx((0.8 + 2.2 / 3) / 2), "settings count alike, however many seeds they have"
+    sides = [stats.ttest_1samp(FOUR, -2, alternative="greater"), stats.ttest_1samp(FOUR, 2, alternative="less")]
+    assert estimate([FOUR]).p_equal(2) == pytest.approx(max(side.pvalue for side in sides))
     same = estimate([[0.5, 0.5], [0.5, 0.5]])
     assert (same.mean, same.error, same.p_different, same.p_equal(1), same.p_equal(0.1)) == (0.5, 0, 0, 0, 1)
 
@@ -68,8 +67,8 @@ def test_holm():
     ],
 )
 def test_the_words(mean, error, p_different, p_equal, higher, lower):
-    found = Estimate(mean, error, 20)
-    assert [judge(one, found, p_different, p_equal) for one in ("higher", "lower")] == [higher, lower]
+    difference = Estimate(mean, error, 20)
+    assert [judge(expected, difference, p_different, p_equal) for expected in ("higher", "lower")] == [higher, lower]
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def write(made_up, monkeypatch):
     return write
 
 
-def of_b(arm, **given):
+def recipe_b(arm, **given):
     return {**arm_options(arm), **RECIPE_B, **given}
 
 
@@ -103,7 +102,7 @@ def primary(write, monkeypatch):
 
     def finish(gain, without=0):
         runs = [(block.setting, seed, arm) for block in blocks for seed in range(2) for arm in block.arms]
-        runs = [(gain(seed, arm), of_b(arm, seed=seed, **setting.options)) for setting, seed, arm in runs[without:]]
+        runs = [(gain(seed, arm), recipe_b(arm, seed=seed, **setting.options)) for setting, seed, arm in runs[without:]]
         (group,) = write(*runs)
         assert group.recipe_b and not group.tuned
         return group
@@ -111,14 +110,11 @@ def primary(write, monkeypatch):
     return finish
 
 
-def verdict_of_each(group):
-    return {one.claim.name: one.verdict for one in verdicts(group, CLAIMS)}
-
-
 def test_verdicts_and_findings_of_all_primary_runs(primary, monkeypatch):
     group = primary(lambda seed, arm: 2 + seed / 5)
     better, nearer, where, sure, unclaimed, untested = findings([group])
-    assert verdict_of_each(group) == dict.fromkeys(("A1", "A4", "A5", "N1", "N3", "N4"), SUPPORTED)
+    judged = {judgement.claim.name: judgement.verdict for judgement in verdicts(group, CLAIMS)}
+    assert judged == dict.fromkeys(("A1", "A4", "A5", "N1", "N3", "N4"), SUPPORTED)
     # Three settings, each with the differences 2.0 and 2.2: standard error 0.0577, three degrees of freedom, t = 3.182.
     assert better.startswith("**Is the DEQ more accurate? Yes.**") and "Inconclusive" not in better
     assert "overall accuracy is +2.10 \\[+1.92, +2.28\\] points" in better and "A1: supported" in better
@@ -127,7 +123,7 @@ def test_verdicts_and_findings_of_all_primary_runs(primary, monkeypatch):
     assert "+2.10 \\[+0.83, +3.37\\] at (3,7) R = 10 (2 seeds); +2.10" in where
     assert "half-width of 0.18 points. A test finds a difference of 0.2 points" in sure
     # Six differences of one sign: two of the 64 choices of signs are as far from 0, times six claims.
-    assert {one.signs for one in verdicts(group, CLAIMS)} == {6 * 2 / 64} and "flips signs" not in sure
+    assert {judgement.signs for judgement in verdicts(group, CLAIMS)} == {6 * 2 / 64} and "flips signs" not in sure
     assert "minority accuracy +2.10 \\[+1.92, +2.28\\] points" in unclaimed
     assert "for 17 of the 20 settings: cifar10 balanced, (3,7) R = 50" in untested and "cifar100 (all)" in untested
     assert facts([group])["conclusions"][0].endswith("the equilibrium does it.")
@@ -148,17 +144,25 @@ def test_what_stands_against_a_conclusion(primary, monkeypatch, checked, share, 
     assert said.endswith(cause) and bool(said) == bool(cause)
 
 
-def test_the_test_of_signs_is_exact():
-    """Of eight choices of signs of 1, 2 and 4 two are as far from 0 as 7, and six as far as 4 + 1 - 2."""
-    assert sign_flip([[1.0, 2.0, 4.0]]) == sign_flip([[-1.0], [-2.0], [-4.0]]) == 2 / 8
-    assert sign_flip([[1.0, -2.0, 4.0]]) == 6 / 8 and sign_flip([[0.0, 0.0]]) == 1
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [
+        ([[1.0, 2.0, 4.0]], 2 / 8),  # of eight choices of signs two are as far from 0 as 7
+        ([[-1.0], [-2.0], [-4.0]], 2 / 8),
+        ([[1.0, -2.0, 4.0]], 6 / 8),  # and six as far as 4 + 1 - 2
+        ([[0.0, 0.0]], 1),
+        ([[1.0] + [0.0] * 29], 1),
+        ([[0.1] * 30], 2 / 2**30),
+    ],
+)
+def test_the_test_of_signs_is_exact(differences, p):
+    assert sign_flip(differences) == p
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.05 / 6])
 def test_the_power_is_that_of_the_t_test(alpha):
     """Of 20,000 drawn samples of three 80 % are found, within four standard errors of that share."""
-    found = Estimate(0.0, 1 / 3**0.5, 2)
-    samples = np.random.default_rng(0).normal(found.detectable(alpha), 1, (20_000, 3))
+    samples = np.random.default_rng(0).normal(Estimate(0.0, 1 / 3**0.5, 2).detectable(alpha), 1, (20_000, 3))
     share = (stats.ttest_1samp(samples, 0, axis=1).pvalue < alpha).mean()
     assert share == pytest.approx(POWER, abs=4 * (POWER * (1 - POWER) / 20_000) ** 0.5)
 
@@ -173,45 +177,43 @@ def test_differences_are_shown_with_their_interval():
 
 def test_no_verdict_before_the_last_primary_run(primary):
     group = primary(lambda seed, arm: 2 + seed / 5, without=1)
-    (said,) = findings([group])
-    assert said.startswith("No verdict: 23 of the 24 runs") and verdicts(group, CLAIMS) == []
+    (text,) = findings([group])
+    assert text.startswith("No verdict: 23 of the 24 runs") and verdicts(group, CLAIMS) == []
 
 
-def test_the_confound_is_shown_by_runs_that_differ_only_in_the_arm(write, monkeypatch):
+@pytest.fixture
+def first(write, monkeypatch):
+    """The values that trials have chosen for each arm."""
+    values = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in (*B_ARMS, "deq-jfb")}
+    monkeypatch.setattr(protocol, "tuned", lambda: values)
+    return {arm: {**arm_options(arm), **given, "device": "cpu"} for arm, given in values.items()}
+
+
+def test_the_confound_is_shown_by_runs_that_differ_only_in_the_arm(write, first, monkeypatch):
     """The DEQ is 3 points ahead as tuned; explicit runs with its values are 2 points below those as tuned."""
-    first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in (*B_ARMS, "deq-jfb")}
-    monkeypatch.setattr(protocol, "tuned", lambda: first)
-    monkeypatch.setattr("study_helpers.made_up_epoch", lower_at_a_large_rate)
-    monkeypatch.setattr("conftest.made_up_epoch", lower_at_a_large_rate)
-    runs = [
-        (3.0, {**arm_options(arm), **first[arm], "seed": seed, "device": "cpu"})
-        for seed, arm in product(range(2), first)
-    ]
-    runs += [
-        (0.0, {**arm_options("explicit"), "lr": lr, "seed": s, "device": "cpu"}) for lr in (0.1, 0.3) for s in range(2)
-    ]
+
+    def lower_at_a_large_rate(number, settings, shift=1.0):
+        epoch, slow = made_up_epoch(number, settings, shift), settings.lr > 0.03 and settings.model == "explicit"
+        return replace(epoch, overall=epoch.overall - 2) if slow else epoch
+
+    for module in ("study_helpers", "conftest"):
+        monkeypatch.setattr(f"{module}.made_up_epoch", lower_at_a_large_rate)
+    runs = [(3.0, {**first[arm], "seed": seed}) for seed, arm in product(range(2), first)]
+    explicit = {**arm_options("explicit"), "device": "cpu"}
+    runs += [(0.0, {**explicit, "lr": lr, "seed": seed}) for lr, seed in product((0.1, 0.3), range(2))]
     groups = write(*runs)
     (row,) = same_values_rows(groups[0], groups)
     tuned, values, same = (value.split()[0] for value in list(row.values())[1:4])
     assert groups[0].first_recipe and (tuned, values, same) == ("+3.00", "-2.00", "+5.00")
 
 
-def lower_at_a_large_rate(number, settings, shift=1.0):
-    """A made-up epoch in which a rate above 0.03 costs the explicit network 2 points."""
-    epoch = made_up_epoch(number, settings, shift)
-    return replace(epoch, overall=epoch.overall - 2) if settings.lr > 0.03 and settings.model == "explicit" else epoch
-
-
-def test_recipes_and_devices_are_never_in_one_estimate(write, monkeypatch):
+def test_recipes_and_devices_are_never_in_one_estimate(write, first):
     """Runs of the explicit network that differ only in the device form two groups, and check the device."""
-    first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in (*B_ARMS, "deq-jfb")}
-    monkeypatch.setattr(protocol, "tuned", lambda: first)
-    cpu = {"device": "cpu"}
-    runs = [(1.0, {**arm_options(arm), **first[arm], "seed": seed, **cpu}) for seed, arm in product(range(2), first)]
-    runs += [(1.0, of_b(arm, seed=seed)) for seed, arm in product((0, 1, 3), B_ARMS)]
-    runs += [(3.0, of_b("deq-implicit", seed=3, **cpu)), (1.0, of_b("explicit", lr=0.1))]
+    runs = [(1.0, {**first[arm], "seed": seed}) for seed, arm in product(range(2), first)]
+    runs += [(1.0, recipe_b(arm, seed=seed)) for seed, arm in product((0, 1, 3), B_ARMS)]
+    runs += [(3.0, recipe_b("deq-implicit", seed=3, device="cpu")), (1.0, recipe_b("explicit", lr=0.1))]
     apart = ({"no_augmentation": True}, {"dataset": "cifar100"})
-    runs += [(1.0, of_b(arm, **given)) for arm, given in product(B_ARMS, apart)]
+    runs += [(1.0, recipe_b(arm, **given)) for arm, given in product(B_ARMS, apart)]
     b, old, *others = groups = write(*runs)
     assert b.recipe_b and old.first_recipe and len(b.finished) == 12 and len(old.finished) == 10
     assert {len(group.finished) for group in others} == {1, 4} and len(others) == 4
@@ -220,7 +222,7 @@ def test_recipes_and_devices_are_never_in_one_estimate(write, monkeypatch):
     for group, rate, seeds, device in ((old, 0.1, {0, 1}, "cpu"), (b, 0.03, {0, 1, 3}, "cuda")):
         assert set(group.differences(setting, "deq-implicit", "explicit", "overall")) == seeds
         settings = [run.result.settings for run in group.runs[setting, "deq-implicit"].values()]
-        assert {(one.lr, one.device) for one in settings} == {(rate, device)}
+        assert {(given.lr, given.device) for given in settings} == {(rate, device)}
     assert len({run.path for group in groups for run in group.finished}) == len(runs)
     # The explicit network under seeds 0 and 1 is equal on both devices, the DEQ under seed 3 is 2 points better here.
     assert sorted(gpu_less_cpu(groups)) == [("deq-implicit", -2.0), ("explicit", 0.0), ("explicit", 0.0)]
@@ -236,18 +238,11 @@ def test_a_run_of_other_values_is_none_of_the_protocols(write, monkeypatch):
     assert [group.first_recipe for group in groups] == [True] + [False] * (len(groups) - 1)
 
 
-@pytest.mark.parametrize("pairs", [30, 5])
-def test_signs_of_many_pairs_are_flipped_exactly(pairs):
-    """If all pairs but the first are 0, half of the flips are as far; if all are equal, two are."""
-    assert sign_flip([[1.0] + [0.0] * (pairs - 1)]) == 1
-    assert sign_flip([[0.1] * pairs]) == 2 / 2**pairs
-
-
 def test_a_common_variance_is_the_pooled_one():
     """Deviations 1 and 3 of three and two pairs: variance (2 * 1 + 1 * 9) / 3, with three degrees of freedom."""
-    found = estimate([[0.0, 1.0, 2.0], [-(4.5**0.5), 4.5**0.5]], common=True)
-    assert (found.mean, found.freedom) == (0.5, 3)
-    assert found.error == pytest.approx((11 / 3 * (1 / 3 + 1 / 2)) ** 0.5 / 2)
+    pooled = estimate([[0.0, 1.0, 2.0], [-(4.5**0.5), 4.5**0.5]], common=True)
+    assert (pooled.mean, pooled.freedom) == (0.5, 3)
+    assert pooled.error == pytest.approx((11 / 3 * (1 / 3 + 1 / 2)) ** 0.5 / 2)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +251,12 @@ def test_a_common_variance_is_the_pooled_one():
 )
 def test_what_is_expected_alike(interval, p_different, p_equal, verdict):
     """Contradicted only if the whole interval is outside the band of 1."""
-    found = Estimate(interval + 0.2, 0.2 / stats.t.ppf(0.975, 20), 20)
-    assert judge("alike", found, p_different, p_equal, 1.0) == verdict
+    difference = Estimate(interval + 0.2, 0.2 / stats.t.ppf(0.975, 20), 20)
+    assert judge("alike", difference, p_different, p_equal, 1.0) == verdict
 
 
 @pytest.fixture
-def of_parts(tmp_path, monkeypatch):
+def write_parts(tmp_path, monkeypatch):
     """Write a run of each arm, setting and seed (two) of a part, the DEQ ahead by `gain(setting, seed)`: all groups."""
     every = tuple(Rate(arm, ratio, 5e-4, 0.01, 50.0) for arm in protocol.NEW_ARMS for ratio in (10, 100))
     monkeypatch.setattr(protocol, "rates", lambda: Rates((), every))
@@ -284,46 +279,42 @@ def of_parts(tmp_path, monkeypatch):
     return finish
 
 
-def test_the_mechanism_is_judged_by_flips_of_signs_and_a_common_variance(of_parts):
+def test_the_mechanism_is_judged_by_flips_of_signs_and_a_common_variance(write_parts):
     """Six pairs per claim cannot pass Holm's first level, 2 / 64 * 9; eight of nine claims have the same pairs."""
-    mechanism, settings, size = parts(of_parts("mechanism", lambda setting, seed: 2.0 + seed / 100))
+    mechanism, settings, size = parts(write_parts("mechanism", lambda setting, seed: 2.0 + seed / 100))
     assert (
         (mechanism.done, mechanism.needed) == (48, 48) and not settings.judged and settings.done == 18 < settings.needed
     )
-    assert {one.claim.name: one.p for one in mechanism.judged}["M1"] == 9 * 2 / 64
+    assert {judged.claim.name: judged.p for judged in mechanism.judged}["M1"] == 9 * 2 / 64
     assert mechanism.converged == 0 and answer(mechanism) == "It is not shown that a DEQ helps under imbalance."
     assert answer(settings).startswith("No verdict: 18 of the 120 runs") and not size.judged
 
 
-def test_all_settings_are_judged_by_their_means_and_the_slope_in_log_r(of_parts):
+def test_all_settings_are_judged_by_their_means_and_the_slope_in_log_r(write_parts):
     """The DEQ's gain is 1 point at R = 10 and rises by 3 points per decade, more or less by the seed."""
 
     def gain(setting, seed):
         return 1.0 + (seed - 10.5) / 10 + 3 * math.log10((setting.ratio or 10) / 10)
 
-    _, settings, _ = parts(of_parts("settings", gain))
-    found = {one.claim.name: one for one in settings.judged}
-    assert found["S1"].verdict == found["S3"].verdict == SUPPORTED
-    assert found["S3"].estimate.mean == pytest.approx(3) and found["S3"].estimate.freedom == 6 * 2 - 1
-    assert (
-        found["S1"].estimate.mean == pytest.approx(1 + 3 * (math.log10(5) + 1) / 3)
-        and found["S1"].estimate.freedom == 17
-    )
+    _, settings, _ = parts(write_parts("settings", gain))
+    s1, s3 = (judged for judged in settings.judged if judged.claim.name in ("S1", "S3"))
+    assert s1.verdict == s3.verdict == SUPPORTED
+    assert s3.estimate.mean == pytest.approx(3) and s3.estimate.freedom == 6 * 2 - 1
+    assert s1.estimate.mean == pytest.approx(1 + 3 * (math.log10(5) + 1) / 3) and s1.estimate.freedom == 17
 
 
 @pytest.mark.parametrize(
-    ("verdicts_of", "said"),
+    ("words", "said"),
     [
         ((SUPPORTED,) * 3, "A DEQ helps"),
         ((SUPPORTED, EQUAL, OPEN), "does not help"),
         ((SUPPORTED, OPEN, OPEN), "not shown"),
     ],
 )
-def test_a_deq_helps_only_if_it_beats_all_three(verdicts_of, said):
-    names = zip(("M1", "M2", "M3"), verdicts_of, strict=True)
-    claims = {claim.name: claim for claim in protocol.MECHANISM_CLAIMS}
-    found = [Judgement(claims[name], verdict, None, 0.0, "", 0.0) for name, verdict in names]
-    assert said in answer(Part("mechanism", 1, 1, found, 1.0))
+def test_a_deq_helps_only_if_it_beats_all_three(words, said):
+    claims = [claim for claim in protocol.MECHANISM_CLAIMS if claim.name in ("M1", "M2", "M3")]
+    judged = [Judgement(claim, word, None, 0.0, "", 0.0) for claim, word in zip(claims, words, strict=True)]
+    assert said in answer(Part("mechanism", 1, 1, judged, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -344,7 +335,7 @@ def test_the_printed_rate_is_the_papers_from_90_percent_on(made_up, shift, said)
 def test_the_power_is_of_the_registered_pairs(monkeypatch):
     """An effect far above the deviations is always seen, and none is seen as rarely as the level says."""
     monkeypatch.setattr(power, "DRAWS", 40)
-    assert [len(one) for one in next(power.drawn([1.0] * 3, 0.0))] == [6, 12, 12]
+    assert [len(pairs) for pairs in next(power.drawn([1.0] * 3, 0.0))] == [6, 12, 12]
     assert power.power([0.1] * 3, 1.0, 0.05 / 9) == 1 and power.power([1.0] * 3, 0.0, 0.05) < 0.3
     low = power.detectable([1.0] * 3, 0.05)
     assert power.power([1.0] * 3, low, 0.05) >= POWER > power.power([1.0] * 3, 0.5 * low, 0.05)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -80,12 +79,12 @@ def test_an_interrupt_ends_all_runs(tmp_path, monkeypatch):
 SLOW = str(Path(__file__).with_name("slow_runs.py"))
 
 
-def wait_for(condition):
+def wait_for(condition, *arguments):
     end = time.monotonic() + 120
-    while not (found := condition()):
+    while not (value := condition(*arguments)):
         assert time.monotonic() < end
         time.sleep(0.05)
-    return found
+    return value
 
 
 def is_free(folder, name):
@@ -108,11 +107,11 @@ def test_workers_end_with_their_parent_and_no_run_has_two(tmp_path):
     """The parent is killed, and a worker that is stopped outlives it: only the other run is done again."""
     arguments = SLOW, str(tmp_path), "a", "b"
     parent = subprocess.Popen([sys.executable, *arguments], env=environment(), stdout=subprocess.DEVNULL)
-    a, b = (wait_for(lambda name=name: begun(tmp_path, name))[0] for name in "ab")
+    a, b = (wait_for(begun, tmp_path, name)[0] for name in "ab")
     os.kill(b, signal.SIGSTOP)
     parent.kill()
     parent.wait()
-    wait_for(lambda: is_free(tmp_path, "a"))
+    wait_for(is_free, tmp_path, "a")
     assert not is_free(tmp_path, "b")
     (tmp_path / "go").touch()
     again = python(*arguments)
@@ -121,7 +120,7 @@ def test_workers_end_with_their_parent_and_no_run_has_two(tmp_path):
     assert (tmp_path / "a.json").read_text() == "done\n" and len(begun(tmp_path, "a")) == 2
     (tmp_path / "go").unlink()  # so that b can end only because its parent has
     os.kill(b, signal.SIGCONT)
-    wait_for(lambda: is_free(tmp_path, "b"))
+    wait_for(is_free, tmp_path, "b")
     assert begun(tmp_path, "b") == [b] and not (tmp_path / "b.json").exists()
 
 
@@ -129,15 +128,6 @@ def test_a_run_that_another_process_has_finished_is_not_done_again(tmp_path):
     run = Writing(tmp_path / "broken.json")
     run.path.write_text("done")
     run.work()
-
-
-def printing(*lines):
-    def work():
-        for line in lines:
-            print(line)
-        return 0
-
-    return work
 
 
 @pytest.mark.parametrize(("kind", "status"), [("closed pipe", CLOSED_PIPE), ("full disk", 1)])
@@ -150,11 +140,10 @@ def test_output_that_cannot_be_written_ends_a_script_without_a_traceback(kind, s
         write = os.open("/dev/full", os.O_WRONLY)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115  # closed below
-        assert run_main("it.py", printing(*["line"] * lines), "") == status
+        assert run_main("it.py", lambda: print("line\n" * lines), "") == status
         sys.stdout.close()  # what Python does at its end, without an error
-    assert capsys.readouterr().err == (
-        "" if status == 141 else "it.py: error: cannot print (No space left on device)\n"
-    )
+    error = "it.py: error: cannot print (No space left on device)\n"
+    assert capsys.readouterr().err == (error if kind == "full disk" else "")
 
 
 def test_writers_of_one_file_do_not_meet_and_leave_nothing(tmp_path):
@@ -180,14 +169,9 @@ def test_temporary_files_of_a_kill_are_removed_by_a_later_write(tmp_path):
     assert {*tmp_path.iterdir()} == {tmp_path / "one.json", new, other}
 
 
-@dataclass(frozen=True)
-class Record:
-    path: Path
-
-
 def test_a_damaged_record_is_left_out_and_a_fault_of_the_code_is_raised():
-    records = {Record(Path(f"{n}.json")): n for n in range(3)}
-    total, unfit = made(records, lambda found: sum(6 // n for n in found))
-    assert total == 9 and [one.path.name for one in unfit] == ["0.json"]
+    records = {Writing(Path(f"{n}.json")): n for n in range(3)}
+    total, unfit = made(records, lambda numbers: sum(6 // n for n in numbers))
+    assert total == 9 and [run.path.name for run in unfit] == ["0.json"]
     with pytest.raises(NameError):
-        made(records, lambda found: no_such_name)  # noqa: F821
+        made(records, lambda numbers: no_such_name)  # noqa: F821

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -13,7 +14,7 @@ import pytest
 import separation
 import torch
 from runs.options import StudyError
-from separation_study import diagonal, frame, gotu, heatmap, networks, report, saliency, sawtooth, steep
+from separation_study import diagonal, frame, gotu, heatmap, networks, saliency, sawtooth, steep
 from separation_study.claims import FAILS, HOLDS, OPEN, Comparison, compare
 from solutions import SOLVERS
 
@@ -29,21 +30,25 @@ def small(monkeypatch, in_this_process):
     return tiny
 
 
-def test_verdict_needs_five_seeds_and_a_pooled_p_that_survives_holm():
-    def judge(*asked):
-        found = compare([Comparison("", "", tasks, "") for tasks in asked])
-        return [one.verdict for one in found]
+SEEDS, UNCLEAR, CLOSE = [1.0, 1.1, 0.9, 1.05, 0.95], [1.0, -1.1, 0.3, -0.4, 0.2], [0.2, 1.0, 0.6, 0.1, 0.9]
+OPPOSITE = [-value for value in SEEDS]
 
-    seeds = [1.0, 1.1, 0.9, 1.05, 0.95]
-    unclear = [1.0, -1.1, 0.3, -0.4, 0.2]
-    assert judge([[-one for one in seeds]], [seeds], [unclear]) == [HOLDS, FAILS, OPEN]
-    assert judge([seeds[:4]], [[-1.0]], [[]]) == [OPEN] * 3
-    assert judge([seeds, [-one for one in seeds]]) == [OPEN]  # tasks that contradict each other, pooled
-    assert judge([seeds, seeds[:4]]) == [OPEN]
-    (broader,) = compare([Comparison("", "", [seeds], "", greater=True)])
-    assert broader.verdict == HOLDS
-    close = [0.2, 1.0, 0.6, 0.1, 0.9]  # p = 0.03 by itself
-    assert judge([close]) == [FAILS] and judge([close], [unclear]) == [OPEN, OPEN]
+
+@pytest.mark.parametrize(
+    ("comparisons", "verdicts"),
+    [
+        ([[OPPOSITE], [SEEDS], [UNCLEAR]], [HOLDS, FAILS, OPEN]),
+        ([[SEEDS[:4]], [[-1.0]], [[]]], [OPEN] * 3),  # fewer than five seeds
+        ([[SEEDS, OPPOSITE]], [OPEN]),  # tasks that contradict each other, pooled
+        ([[SEEDS, SEEDS[:4]]], [OPEN]),
+        ([[CLOSE]], [FAILS]),  # p = 0.03 by itself
+        ([[CLOSE], [UNCLEAR]], [OPEN, OPEN]),  # and after Holm
+    ],
+)
+def test_verdict_needs_five_seeds_and_a_pooled_p_that_survives_holm(comparisons, verdicts):
+    judged = compare([Comparison("", "", tasks, "") for tasks in comparisons])
+    assert [claim.verdict for claim in judged] == verdicts
+    assert compare([Comparison("", "", [SEEDS], "", greater=True)])[0].verdict == HOLDS
 
 
 @pytest.mark.parametrize("rule", diagonal.RULES, ids=lambda rule: rule.name)
@@ -54,8 +59,8 @@ def test_flow_ends_at_its_optimum_and_no_other(rule):
     assert drift < 1e-9
     np.testing.assert_allclose(x @ limit, x @ truth, rtol=1e-9)
     assert diagonal.kkt_residual(rule.mirror(limit) - rule.mirror(start), x) < 1e-9
-    of_q = diagonal.kkt_residual(start**-3 - limit**-3, x)
-    assert of_q < 1e-9 if rule.name == "DEQ" else of_q > 1e-2
+    q = diagonal.kkt_residual(start**-3 - limit**-3, x)
+    assert q < 1e-9 if rule.name == "DEQ" else q > 1e-2
     assert diagonal.kkt_residual(-(start**-3) - limit**-3, x) > 1e-2  # the sign as printed
     if rule.name == "DEQ, JFB":  # minimises Σ[1/β + β/β(0)²]
         assert diagonal.kkt_residual(start**-2 - limit**-2, x) < 1e-9
@@ -92,12 +97,6 @@ def test_run_writes_a_report_resumes_and_refuses_other_sizes(small, tmp_path, mo
     assert "- Left out: " in (tmp_path / "quick" / "report.md").read_text()
 
 
-def test_report_names_units_that_are_missing(small, tmp_path):
-    frame.Job(tmp_path, small, "full", frame.Unit("d4-n2", 1)).start()
-    text = report.write([small], "full", tmp_path).read_text()
-    assert "Not measured: d4-n2-seed0" in text
-
-
 @pytest.mark.parametrize(("k", "solver"), [*product((1, 5), SOLVERS), (10, "picard"), (15, "picard")])
 def test_theorem_1_equals_the_sawtooth_bit_by_bit(k, solver):
     assert sawtooth.exact_error(k, SOLVERS[solver](rtol=0, atol=1e-300, max_iter=400)) == 0
@@ -125,60 +124,51 @@ def test_trained_networks_see_the_same_samples_and_keep_the_bound():
             seen.append(x)
             return x, y
 
-    rates = len(course.rates)
-    found = [
-        networks.train("", make, Watched(2), course, 3, bound=0.2)[0]
-        for make in (partial(networks.DEQ, 1, 4), partial(networks.FNN, 1, 4, 1))
-    ]
+    makers = partial(networks.DEQ, 1, 4), partial(networks.FNN, 1, 4, 1)
+    deq, fnn = (networks.train("", make, Watched(2), course, 3, bound=0.2)[0] for make in makers)
     half = len(seen) // 2
-    assert all(torch.equal(one, other) for one, other in zip(seen[:half], seen[half:], strict=True))
-    for one in found:
-        assert len(one.trials) == rates and one.steps == (0, 2, 4) and one.largest_weight <= 0.2
-        assert len(one.errors["test"]) == 3
-    assert found[0].flops > 6 * 4**2  # at least the differentiated evaluation and the readout
+    assert all(torch.equal(x, same) for x, same in zip(seen[:half], seen[half:], strict=True))
+    for trained in (deq, fnn):
+        assert len(trained.trials) == len(course.rates) and trained.steps == (0, 2, 4)
+        assert trained.largest_weight <= 0.2 and len(trained.errors["test"]) == 3
+    assert deq.flops > 6 * 4**2  # at least the differentiated evaluation and the readout
 
 
 def test_sawtooth_section_says_what_is_constant_and_what_is_a_construction():
     sizes = sawtooth.Sizes((1,), (1,), networks.Course(2, 16, (0.01,), 1), 2)
     results = {unit: sawtooth.measure(sizes, unit) for unit in sawtooth.SAWTOOTH.units(sizes)}
-    found = sawtooth.section(sizes, results)
-    construction, *trained = found.claims
+    section = sawtooth.section(sizes, results)
+    construction, *trained = section.claims
     assert construction.verdict == HOLDS and construction.numbers == "largest error 0.0e+00"
     assert [claim.source for claim in trained] == [frame.RECONSTRUCTION] * 2 + [frame.DERIVED]
-    assert all(claim.seeds == 2 for claim in trained) and "Every network's error stays above 0.9 in: k1." in found.notes
+    assert all(claim.seeds == 2 for claim in trained) and "error stays above 0.9 in: k1." in " ".join(section.notes)
     assert all(claim.reason.endswith("no network learns: all errors are above 0.9") for claim in trained[:2])
-    assert found.tables[0].rows[0]["network"] == "DEQ" and len(found.tables) == 1
+    assert section.tables[0].rows[0]["network"] == "DEQ" and len(section.tables) == 1
     exact = results[sawtooth.SAWTOOTH.units(sizes)[0]].networks[-1]
     assert exact.name == sawtooth.EXACT_START and exact.errors["test"][0] < 1e-3
-
-
-def made_up(name, loss, weight=1.0, **errors):
-    """A trained network with these last errors."""
-    trials, last = (networks.Trial(0.01, loss),), {key: (value,) for key, value in errors.items()}
-    return networks.Trained(name, 1, 1.0, trials, (0,), last, weight, 1.0)
 
 
 def test_steep_verdicts_are_of_one_d_and_need_a_step_that_was_seen():
     sizes = steep.Sizes((6, 20), networks.Course(1, 16, (0.01,), 1), 5)
 
-    def kinds(ending, own, others, largest):
-        names = ("DEQ", "FNN, 1 hidden", "FNN, 3 hidden")
-        weights = (own, *others)
-        return tuple(
-            made_up(f"{name}, {ending}", 0.1, weight, mse=0.5, largest=largest * (1 + index / 10))
-            for index, (name, weight) in enumerate(zip(names, weights, strict=True))
-        )
+    def trained(ending, weights, largest):
+        """A DEQ and two FNNs with these largest weights and errors."""
+        made = []
+        for i, (name, weight) in enumerate(zip(("DEQ", "FNN, 1 hidden", "FNN, 3 hidden"), weights, strict=True)):
+            errors = {"mse": (0.5,), "largest": (largest * (1 + i / 10),)}
+            trial = networks.Trial(0.01, 0.1)
+            made.append(networks.Trained(f"{name}, {ending}", 1, 1.0, (trial,), (0,), errors, weight, 1.0))
+        return tuple(made)
 
     def result(task, seed):
         largest = (0.5 if task.startswith("d6") else 0.99) * (1 + seed / 1000)  # at d20 uniform samples miss the step
-        free = kinds("free", 1.0 + seed / 100, (2.0, 4.0), largest)
-        return steep.Result(0.0, free, 0.5, kinds("bounded", 0.5, (0.5, 0.5), largest))
+        free, bounded = ((1.0 + seed / 100, 2.0, 4.0), (0.5,) * 3)
+        return steep.Result(0.0, trained("free", free, largest), 0.5, trained("bounded", bounded, largest))
 
-    found = steep.section(sizes, {unit: result(*unit) for unit in steep.STEEP.units(sizes)})
-    verdicts = {claim.claim.split(" ")[0]: claim.verdict for claim in found.claims[1:3]}
-    assert verdicts == {"d6:": HOLDS, "d20:": OPEN}
-    assert [claim.verdict for claim in found.claims[3:]] == [HOLDS, OPEN]
-    assert "0.49 of the DEQ's and 0.25 of the FNN's" in found.claims[3].reason
+    claims = steep.section(sizes, {unit: result(*unit) for unit in steep.STEEP.units(sizes)}).claims
+    assert [claim.claim.split(" ")[0] for claim in claims[1:3]] == ["d6:", "d20:"]
+    assert [claim.verdict for claim in claims[1:]] == [HOLDS, OPEN, HOLDS, OPEN]
+    assert "0.49 of the DEQ's and 0.25 of the FNN's" in claims[3].reason
 
 
 @pytest.mark.parametrize("d", [6, 20])
@@ -205,12 +195,12 @@ def test_steep_errors_are_in_units_of_the_zero_functions(concentrated):
 def test_walsh_coefficients_and_error_of_the_interpolator_are_the_known_ones(name, error):
     target, points = gotu.TARGETS[name], gotu.cube()
     for coefficients in (target.coefficients, target.interpolator):
-        found = gotu.walsh(gotu.evaluate(coefficients, points))
-        expected = torch.zeros_like(found)
+        expected = torch.zeros(len(points), dtype=points.dtype)
         for places, value in coefficients.items():
-            expected[sum(2**place for place in places)] = value
-            assert gotu.degrees()[sum(2**place for place in places)] == len(places)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+            index = sum(2**place for place in places)
+            expected[index] = value
+            assert gotu.degrees()[index] == len(places)
+        torch.testing.assert_close(gotu.walsh(gotu.evaluate(coefficients, points)), expected, rtol=0, atol=1e-13)
     seen = target.seen(points)
     assert float(seen.double().mean()) == {"f1": 0.5, "f2": 0.75}[name]
     errors = gotu.Gotu(target, points, seen).errors(lambda x: gotu.evaluate(target.interpolator, x))
@@ -232,9 +222,9 @@ def test_diagonal_deq_on_both_signs_is_linear():
 @pytest.mark.parametrize("rule", diagonal.RULES, ids=lambda rule: rule.name)
 def test_hold_out_ends_where_the_conserved_quantity_says(rule, monkeypatch):
     monkeypatch.setattr(gotu, "DESCENT", (0.02, 400))
-    found = gotu.hold_out(rule, 0.8)
-    assert found.measured == pytest.approx(found.predicted, rel=gotu.AGREES)
-    assert found.measured < 4 * gotu.HELD**2  # of the minimum-degree interpolator
+    held = gotu.hold_out(rule, 0.8)
+    assert held.measured == pytest.approx(held.predicted, rel=gotu.AGREES)
+    assert held.measured < 4 * gotu.HELD**2  # of the minimum-degree interpolator
 
 
 def test_hold_out_from_small_weights_is_the_minimum_degree_interpolators():
@@ -248,9 +238,9 @@ def test_features_are_those_of_the_network_and_their_density_is_known():
     network = gotu.DiagonalDEQ(heatmap.D)
     with torch.no_grad():
         network.block.cell.weight[: heatmap.D] = torch.where(torch.arange(heatmap.D) < 5, 1 - 1 / 3.0, 0.0)
-    found = heatmap.magnitudes(network, x)  # |β₊ - β₋|: 2 of five features, 0 of the others
-    np.testing.assert_allclose(found, [2.0] * 5 + [0.0] * 15, atol=1e-6)
-    assert heatmap.density(found) == pytest.approx((0.25, 0.25), abs=1e-6)
+    features = heatmap.magnitudes(network, x)  # |β₊ - β₋|: 2 of five features, 0 of the others
+    np.testing.assert_allclose(features, [2.0] * 5 + [0.0] * 15, atol=1e-6)
+    assert heatmap.density(features) == pytest.approx((0.25, 0.25), abs=1e-6)
     fnn = networks.FNN(heatmap.D, heatmap.D, 3)
     with torch.no_grad():
         fnn[-1].weight.fill_(1.0)
@@ -258,22 +248,17 @@ def test_features_are_those_of_the_network_and_their_density_is_known():
         assert sum(heatmap.magnitudes(fnn, x)) == pytest.approx(float(fnn(x).mean()))
 
 
-def verdicts_of(page):
-    """Verdict of every claim in the tables of a page."""
-    rows = (line.replace("\\", "").split("|") for line in page.read_text().splitlines() if line.startswith("| "))
-    found = {cells[1].strip(): cells[2].strip() for cells in rows if len(cells) > 3}
-    return {claim: verdict for claim, verdict in found.items() if verdict in (HOLDS, FAILS, OPEN)}
-
-
 @pytest.mark.parametrize(("preset", "least"), [("full", 20), ("long", 5)])
 def test_what_is_committed_is_what_the_records_say(preset, least):
     folder = Path(separation.__file__).parent / "results/separation" / preset
-    reported, claims = verdicts_of(folder / "report.md"), {}
-    of_runs = frame.recorded(folder, preset, saliency.SALIENCY)
-    for experiment in (sawtooth.SAWTOOTH, steep.STEEP, gotu.GOTU, diagonal.DIAGONAL, heatmap.HEATMAP, of_runs):
+    page, claims = (folder / "report.md").read_text().replace("\\", ""), []
+    from_runs = frame.recorded(folder, preset, saliency.SALIENCY)
+    for experiment in (sawtooth.SAWTOOTH, steep.STEEP, gotu.GOTU, diagonal.DIAGONAL, heatmap.HEATMAP, from_runs):
         if preset in experiment.sizes:
             jobs = [job for job in frame.jobs_of(folder, experiment, preset) if job.finished or preset == "full"]
-            section = experiment.section(experiment.sizes[preset], {job.unit: job.record.result for job in jobs})
-            claims |= {claim.claim: claim.verdict for claim in section.claims}
+            results = {job.unit: job.record.result for job in jobs}
+            claims += experiment.section(experiment.sizes[preset], results).claims
             plt.close("all")  # which a report does when it saves them
-    assert len(claims) > least and claims.items() <= reported.items()
+    assert len(claims) > least
+    for claim in claims:
+        assert re.search(rf"^\| {re.escape(claim.claim)} +\| {claim.verdict} ", page, re.MULTILINE), claim

@@ -45,16 +45,14 @@ def test_selection_equals_ldam_index_for_index(ratio):
 def test_the_long_tail_is_ldams(classes, most, ratio):
     """Its get_img_num_per_cls for imb_type "exp", with imb_factor = 1 / R."""
     expected = [int(most * ((1 / ratio) ** (cls_idx / (classes - 1.0)))) for cls_idx in range(classes)]
-    dataset = {10: "cifar10", 100: "cifar100"}[classes]
-    given = {"dataset": dataset, "preset": "paper", "device": "cpu", "imbalance": "exp", "ratio": ratio}
-    assert class_sizes(settings_from("cifar_lt", **given, n_majority=most)) == expected
+    given = {"preset": "paper", "device": "cpu", "imbalance": "exp", "ratio": ratio, "n_majority": most}
+    assert class_sizes(settings_from("cifar_lt", dataset=f"cifar{classes}", **given)) == expected
 
 
 @pytest.mark.parametrize("source", ["files", "drawn"])
 def test_validation_images_are_training_images_that_are_not_trained_on(source):
-    settings = settings_from(
-        "cifar_lt", dataset="cifar10", device="cpu", n_majority=20, ratio=4, test_images=50, evaluate="validation"
-    )
+    given = {"dataset": "cifar10", "device": "cpu", "n_majority": 20, "ratio": 4, "test_images": 50}
+    settings = settings_from("cifar_lt", **given, evaluate="validation")
     given = Source("shapes", "")
     if source == "files":
         images, labels = draw_shapes(np.arange(300) % 10, 10, seed=3)
@@ -64,8 +62,8 @@ def test_validation_images_are_training_images_that_are_not_trained_on(source):
     assert torch.bincount(study.test_labels).tolist() == [5] * 10
     both = torch.cat([study.train_images, study.test_images]).flatten(1)
     assert len(both.unique(dim=0)) == len(both) and both.any(1).all(), "neither trained on nor from the test set"
-    whole = load(given, replace(settings, evaluate="test"), CPU)
     if source == "files":
+        whole = load(given, replace(settings, evaluate="test"), CPU)
         assert torch.equal(study.train_images, whole.train_images), "what is trained on does not depend on it"
         with pytest.raises(StudyError, match="--n-majority 28 and 5 for --evaluate validation: class 0 has 30 images"):
             load(given, replace(settings, n_majority=28), CPU)
@@ -112,13 +110,13 @@ def write_cifar(root, dataset, per_class, monkeypatch):
 
     labels = {}
     for split in ("train", "test"):
-        found, entries = [], []
+        drawn, entries = [], []
         for name, _ in getattr(dataset, f"{split}_list"):
-            found.append(random.permutation(np.arange(per_class * classes) % classes))
-            pixels = random.integers(256, size=(len(found[-1]), 3072), dtype=np.uint8)
-            entries.append([name, write(name, {"data": pixels, key: found[-1].tolist()})])
+            drawn.append(random.permutation(np.arange(per_class * classes) % classes))
+            pixels = random.integers(256, size=(len(drawn[-1]), 3072), dtype=np.uint8)
+            entries.append([name, write(name, {"data": pixels, key: drawn[-1].tolist()})])
         monkeypatch.setattr(dataset, f"{split}_list", entries)
-        labels[split] = np.concatenate(found)
+        labels[split] = np.concatenate(drawn)
     md5 = write(dataset.meta["filename"], {dataset.meta["key"]: [str(label) for label in range(classes)]})
     monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
     return labels
@@ -129,9 +127,8 @@ def test_cifar_files_are_read(name, dataset, classes, tmp_path, monkeypatch):
     labels = write_cifar(tmp_path, dataset, per_class=4, monkeypatch=monkeypatch)
     source = find_source(name, tmp_path)
     assert (source.name, source.reason) == (name, "")
-    settings = settings_from(
-        "cifar_lt", dataset=name, n_majority=4, ratio=2, test_images=2 * classes, device="cpu", majority=3
-    )
+    given = {"n_majority": 4, "ratio": 2, "majority": 3, "test_images": 2 * classes, "device": "cpu"}
+    settings = settings_from("cifar_lt", dataset=name, **given)
     study = load(source, settings, CPU)
     assert list(study.counts) == [4] * (3 * classes // 10) + [2] * (7 * classes // 10)
     kept = ldam_selection(labels["train"], study.counts)

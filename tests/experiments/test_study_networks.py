@@ -32,11 +32,11 @@ def test_the_explicit_network_is_resnet_18():
 def test_initial_weights_depend_only_on_the_seed_and_networks_differ_only_in_the_last_block():
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    one, two, other = make("deq", width=1), make("deq", width=1), make("deq", width=1, seed=1)
+    first, again, other = make("deq", width=1), make("deq", width=1), make("deq", width=1, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert not torch.equal(one.classifier.weight, other.classifier.weight)
-    deq = one.state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.classifier.weight, other.classifier.weight)
+    deq = first.state_dict()
     for arm in RUNNABLE:
         state = make(**arm_options(arm), width=1).state_dict()
         shared = {name for name in state if not name.startswith("last.")}
@@ -61,21 +61,20 @@ def test_every_parameter_of_every_arm_moves(arm):
     """A step without decay changes each; a block that a start from z = 0 leaves untrained would be seen. Width 2: with
     a channel to each group of the last normalisation the mean over the pixels would be its bias."""
     network = make(**arm_options(arm), width=2)
-    before = {name: one.detach().clone() for name, one in network.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.nn.functional.cross_entropy(network(images).logits, torch.arange(8)).backward()
     torch.optim.SGD(network.parameters(), 1.0).step()
-    assert [name for name, one in network.named_parameters() if torch.equal(one, before[name])] == []
+    assert not [name for name, parameter in network.named_parameters() if torch.equal(parameter, before[name])]
 
 
 def test_an_arm_costs_what_its_convolutions_do():
     """At width 1 the last block has 8 channels on 4 x 4 pixels: a convolution takes 2 * 9 * 8 * 8 * 16 operations."""
     convolution = 2 * 9 * 8 * 8 * 16
-    explicit, tied, untied = (
-        cost(make(**arm_options(arm), width=1), None) for arm in ("explicit", "tied-4", "untied-2")
-    )
-    assert {one.flops_evaluation for one in (explicit, tied, untied)} == {2 * convolution}
-    assert [one.evaluations for one in (explicit, tied, untied)] == [1, 4, 2]
+    arms = ("explicit", "tied-4", "untied-2")
+    explicit, tied, untied = (cost(make(**arm_options(arm), width=1), None) for arm in arms)
+    assert {arm.flops_evaluation for arm in (explicit, tied, untied)} == {2 * convolution}
+    assert [arm.evaluations for arm in (explicit, tied, untied)] == [1, 4, 2]
     assert untied.last_parameters == 2 * tied.last_parameters
     deq = cost(make("deq", width=1), 12.5)
     assert deq.last_parameters == tied.last_parameters and deq.flops == tied.flops + 8.5 * 2 * convolution
@@ -92,9 +91,8 @@ def test_the_deq_network_takes_its_settings(solver, adjoint):
     assert output.solution.evaluations <= 7 and network.last.solver.tol == 0.02
     assert network.last.drop_converged == (adjoint != "unrolled"), "an unrolled one runs no solver"
     output.logits.sum().backward()
-    assert (
-        adjoint != "implicit" or network.last.backward_solution.evaluations <= 7
-    )  # its solve uses the forward's settings
+    if adjoint == "implicit":  # its solve uses the forward's settings
+        assert network.last.backward_solution.evaluations <= 7
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
@@ -122,22 +120,20 @@ def test_float32_kernels_compute_products_of_bfloat16(size, stride, monkeypatch)
     convolution = Conv2d(4, 4, size, stride)
     convolution.weight.data.copy_(weight)
     with Kernels() as kernels, torch.autocast("cpu", torch.bfloat16):
-        found = differentiated(convolution, x, convolution.weight)
+        results = differentiated(convolution, x, convolution.weight)
     assert kernels.dtypes == {torch.float32}
-    assert [one.dtype for one in found] == [torch.bfloat16, torch.float32, torch.float32]
+    assert [result.dtype for result in results] == [torch.bfloat16, torch.float32, torch.float32]
     x, weight = x.bfloat16().double(), weight.bfloat16().double()
     exact = differentiated(lambda x: torch.nn.functional.conv2d(x, weight, None, stride, size // 2), x, weight)
-    rounded = [one.float().bfloat16() for one in exact]
-    assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, rounded, strict=True))
+    assert all(torch.equal(a.float(), b.float().bfloat16().float()) for a, b in zip(results, exact, strict=True))
 
 
 def differentiated(function, x, weight):
     """Return the value at x, and the gradients in x and weight for a gradient of integers up to 127."""
     x, weight = x.clone().requires_grad_(), weight.requires_grad_()
-    weight.grad = None
     value = function(x)
-    value.backward(torch.randint(-127, 128, value.shape, generator=torch.Generator().manual_seed(1)).to(value))
-    return value.detach(), x.grad, weight.grad
+    gradient = torch.randint(-127, 128, value.shape, generator=torch.Generator().manual_seed(1)).to(value)
+    return value.detach(), *torch.autograd.grad(value, (x, weight), gradient)
 
 
 class Kernels(TorchDispatchMode):
@@ -168,18 +164,16 @@ def test_project_moves_weights_into_the_bounds_and_no_others(model):
 
 
 def test_the_spectral_radius_is_that_of_the_whole_jacobian():
-    settings = settings_from(
-        "cifar_lt", model="deq", dataset="shapes", device="cpu", kernel="torch", width=1, test_images=20
-    )
+    given = {"dataset": "shapes", "device": "cpu", "kernel": "torch", "width": 1, "test_images": 20}
+    settings = settings_from("cifar_lt", model="deq", **given)
     data = shapes_data(settings)
     network = build(settings).double().eval()
     images = data.normalise(data.train_images[:3]).double()
-    found = spectral_radius(network, images)
+    radii = spectral_radius(network, images)
     with torch.no_grad():
         x = network.trunk(network.stem(images))
         z = network.last(x)
     for i in range(3):
-        one, at = x[i : i + 1], z[i : i + 1]
-        flat = torch.autograd.functional.jacobian(lambda v, one=one: network.last.cell(v, one), at)
-        exact = torch.linalg.eigvals(flat.reshape(z[i].numel(), -1)).abs().max()
-        assert found[i].item() == pytest.approx(exact.item(), rel=0.05)
+        jacobian = torch.autograd.functional.jacobian(lambda v, x=x[i : i + 1]: network.last.cell(v, x), z[i : i + 1])
+        exact = torch.linalg.eigvals(jacobian.reshape(z[i].numel(), -1)).abs().max()
+        assert radii[i].item() == pytest.approx(exact.item(), rel=0.05)

@@ -26,17 +26,9 @@ def trainer(model="deq", **given):
 
 
 def solution(status, residual):
-    residual = torch.tensor(residual)
-    return Solution(
-        value=None,
-        status=torch.tensor([int(one) for one in status], dtype=torch.int8),
-        iterations=torch.arange(1, len(status) + 1, dtype=torch.int32),
-        residual=residual,
-        residual_rel=residual,
-        residual_abs=residual,
-        evaluations=len(status),
-        sample_evaluations=len(status) ** 2,
-    )
+    residual, status = torch.tensor(residual), torch.tensor([int(code) for code in status], dtype=torch.int8)
+    iterations = torch.arange(1, len(status) + 1, dtype=torch.int32)
+    return Solution(None, status, iterations, residual, residual, residual, len(status), len(status) ** 2)
 
 
 MIXED = solution(
@@ -60,43 +52,43 @@ def test_the_tally_counts_every_kind():
 
 
 def test_without_a_usable_sample_no_step_is_taken(monkeypatch):
-    one = trainer()
-    one.train_epoch(1, tqdm(disable=True))
+    run = trainer()
+    run.train_epoch(1, tqdm(disable=True))
     monkeypatch.setattr(training, "usable", lambda solved: torch.zeros_like(solved.status, dtype=torch.bool))
-    momenta = [one.optimizer.state[parameter]["momentum_buffer"] for parameter in one.network.parameters()]
+    momenta = [run.optimizer.state[parameter]["momentum_buffer"] for parameter in run.network.parameters()]
     assert any(momentum.any() for momentum in momenta)
-    before = [tensor.clone() for tensor in (*one.network.parameters(), *momenta)]
-    line, _ = one.run_epoch(2, tqdm(disable=True))
+    before = [tensor.clone() for tensor in (*run.network.parameters(), *momenta)]
+    line, _ = run.run_epoch(2, tqdm(disable=True))
     assert line.loss is None and line.train_accuracy is None
-    assert line.train_solver.skipped == len(one.data.train_images)
-    assert all(torch.equal(a, b) for a, b in zip((*one.network.parameters(), *momenta), before, strict=True))
-    assert len(one.infer("test").predictions) == 20  # evaluation leaves nothing out
+    assert line.train_solver.skipped == len(run.data.train_images)
+    assert all(torch.equal(a, b) for a, b in zip((*run.network.parameters(), *momenta), before, strict=True))
+    assert len(run.infer("test").predictions) == 20  # evaluation leaves nothing out
 
 
 @float64()
 def test_a_sample_that_is_not_finite_is_left_out_as_if_it_were_not_there():
     weights = []
     for broken in (True, False):
-        one = trainer()
-        images, labels = next(one.data.epoch(0, 1, 16))
-        one.network.eval()  # batch normalisation would spread the NaN to every sample
+        run = trainer()
+        images, labels = next(run.data.epoch(0, 1, 16))
+        run.network.eval()  # batch normalisation would spread the NaN to every sample
         others = torch.arange(16) != 3
         if broken:
             images[3] = math.nan
         else:
             images, labels = images[others], labels[others]
         tally = SolverTally(CPU)
-        assert one.train_step(images, labels, tally)[2] == 15
+        assert run.train_step(images, labels, tally)[2] == 15
         summary = tally.summary()
         assert summary.nonfinite == summary.skipped == broken
-        weights.append([*one.network.last.parameters(), one.network.classifier.weight])
+        weights.append([*run.network.last.parameters(), run.network.classifier.weight])
     assert_same(*weights, rtol=GRADIENT, atol=GRADIENT)
 
 
 def test_a_loss_that_explodes_is_an_error_with_advice():
-    one = trainer("explicit", lr=1e30, schedule="constant")
+    run = trainer("explicit", lr=1e30, schedule="constant")
     with pytest.raises(StudyError, match="no longer finite in epoch 1: --lr 1e\\+30 is too large"):
-        one.train_epoch(1, tqdm(disable=True))
+        run.train_epoch(1, tqdm(disable=True))
 
 
 def test_learning_rates():
@@ -110,10 +102,10 @@ def test_learning_rates():
 
 
 def test_metrics_and_tests_are_made_when_due():
-    one = trainer("explicit", epochs=13, metrics_every=2)
-    lines, saved = zip(*(one.run_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2, 3, 4, 5, 12, 13)), strict=True)
+    run = trainer("explicit", epochs=13, metrics_every=2)
+    lines, saved = zip(*(run.run_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2, 3, 4, 5, 12, 13)), strict=True)
     assert [line.epoch for line in lines if line.nc] == [1, 2, 4, 12, 13]
-    assert [one is None for one in saved] == [line.nc is None for line in lines]
+    assert [moments is None for moments in saved] == [line.nc is None for line in lines]
     assert [line.epoch for line in lines if line.overall is not None] == [1, 2, 4, 5, 12, 13]
     assert "test" in describe("explicit", lines[3], 13) and "test" not in describe("explicit", lines[2], 13)
 
@@ -123,12 +115,11 @@ def test_accuracy_is_the_mean_over_classes():
     truth = torch.arange(10).repeat_interleave(2)
     predictions = torch.where(truth < 3, truth, 0)
     predictions[truth == 5] = torch.tensor([5, 7])
-    found = accuracies(Inference(predictions, truth, torch.zeros(20, 1)), data)
-    assert found["majority"] == 100
-    assert found["minority"] == pytest.approx(50 / 7)
-    assert found["overall"] == pytest.approx(0.3 * 100 + 0.7 * 50 / 7)
-    balanced = dataclasses.replace(data, majority=10)
-    assert accuracies(Inference(predictions, truth, torch.zeros(20, 1)), balanced)["minority"] is None
+    seen = Inference(predictions, truth, torch.zeros(20, 1))
+    parts = accuracies(seen, data)
+    assert parts["majority"] == 100 and parts["minority"] == pytest.approx(50 / 7)
+    assert parts["overall"] == pytest.approx(0.3 * 100 + 0.7 * 50 / 7)
+    assert accuracies(seen, dataclasses.replace(data, majority=10))["minority"] is None
 
 
 def test_many_medium_and_few_are_by_the_training_images_of_a_class():
@@ -136,19 +127,20 @@ def test_many_medium_and_few_are_by_the_training_images_of_a_class():
     data = dataclasses.replace(trainer("explicit").data, counts=(500, 300, 200, 101, 100, 50, 30, 20, 19, 5))
     truth = torch.arange(10).repeat_interleave(10)
     predictions = torch.where(torch.arange(10).repeat(10) < truth, truth, 99)
-    found = accuracies(Inference(predictions, truth, torch.zeros(100, 1)), data)
-    assert {name: found[name] for name in ("many", "medium", "few")} == {"many": 15, "medium": 55, "few": 85}
-    small = accuracies(Inference(predictions, truth, torch.zeros(100, 1)), dataclasses.replace(data, counts=(50,) * 10))
-    assert (small["many"], small["medium"], small["few"]) == (None, 45, None)
+    seen = Inference(predictions, truth, torch.zeros(100, 1))
+    small = dataclasses.replace(data, counts=(50,) * 10)
+    for sizes, expected in ((data, (15, 55, 85)), (small, (None, 45, None))):
+        parts = accuracies(seen, sizes)
+        assert (parts["many"], parts["medium"], parts["few"]) == expected
 
 
 @float64()
 def test_logit_adjustment_adds_the_classes_shares_in_training_only():
-    one, adjusted = trainer("explicit", width=2), trainer("explicit", width=2, loss="logit-adjusted")
-    images, labels = next(one.data.epoch(0, 1, 16))
-    logits = one.network.train()(images).logits
-    shares = torch.tensor(one.data.counts, dtype=torch.float64) / len(one.data.train_labels)
+    run, adjusted = trainer("explicit", width=2), trainer("explicit", width=2, loss="logit-adjusted")
+    images, labels = next(run.data.epoch(0, 1, 16))
+    logits = run.network.train()(images).logits
+    shares = torch.tensor(run.data.counts, dtype=torch.float64) / len(run.data.train_labels)
     expected = torch.nn.functional.cross_entropy(logits + shares.log(), labels, reduction="sum").detach()
-    trained = [each.train_step(images, labels, SolverTally(CPU)) for each in (one, adjusted)]
+    trained = [each.train_step(images, labels, SolverTally(CPU)) for each in (run, adjusted)]
     assert trained[1][0] == pytest.approx(float(expected)) != pytest.approx(float(trained[0][0]))
     assert trained[0][1] == trained[1][1], "what is right is judged by the logits as they are"

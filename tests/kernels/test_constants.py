@@ -33,29 +33,16 @@ def header_constants() -> dict[str, float]:
     return {constant_name(name): float(value) for name, value in entries}
 
 
-def fields_of(struct: str, text: str) -> list[str]:
-    """The names of the fields of a struct without methods, in their order."""
-    body = re.search(rf"struct {struct} \{{([^}}]*)\}}", text)
-    assert body, struct
-    return re.findall(r"(\w+)(?= *[;,])", body[1])
-
-
 def test_python_and_cpp_hold_the_same_constants():
     ours = {name: value for name, value in vars(constants).items() if name.isupper()}
     assert len(ours) > 12
     assert header_constants() == ours
 
 
-def test_the_stop_rule_has_one_order():
-    assert fields_of("RuleNumbers", header("monitor.h")) == list(StopRule._fields)
-
-
-def test_the_progress_has_as_many_rows():
-    body = re.search(r"enum Progress \{([^}]*)\}", header("monitor.h"))
-    assert body and len(body[1].split(",")) == len(PROGRESS) + 1
-
-
-def test_the_rows_of_the_progress_have_their_names():
+def test_the_stop_rule_and_the_progress_have_one_order():
+    body = {kind: re.search(rf"{kind} \{{([^}}]*)\}}", header("monitor.h"))[1] for kind in ("RuleNumbers", "Progress")}
+    assert re.findall(r"(\w+)(?= *[;,])", body["RuleNumbers"]) == list(StopRule._fields)
+    assert len(body["Progress"].split(",")) == len(PROGRESS) + 1
     common = pytest.importorskip("deqfast.kernels.common", reason="no triton")
     assert [common.progress_row(name) for name in PROGRESS] == [*range(len(PROGRESS))]
 
@@ -77,8 +64,8 @@ def signatures() -> dict[str, list[tuple[str, str]]]:
             for field in (fields(structs[kind], ";") if kind in structs else [(kind, name)])
         ]
 
-    found = re.findall(r"template <class Device>\s+[\w:<>, ]+? (\w+)\(([^)]*)\)", text)
-    return {name: fields(arguments, ",") for name, arguments in found if name in OPS}
+    functions = re.findall(r"template <class Device>\s+[\w:<>, ]+? (\w+)\(([^)]*)\)", text)
+    return {name: fields(arguments, ",") for name, arguments in functions if name in OPS}
 
 
 @pytest.mark.parametrize("op", OPS)

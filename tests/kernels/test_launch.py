@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from correctness.states import Case, make_state
-from op_calls import good
+from op_calls import Operations, good, unaligned
 from solutions import SOLVERS
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
 from deqfast.ops import Kernel, backends
@@ -62,7 +62,7 @@ def solve(name, size=16, **options):
 
 
 @pytest.mark.parametrize("name", ["picard", "broyden", "anderson"])
-def test_a_solve_checks_its_arguments_once_and_finds_its_kernels(name, calls, monkeypatch):
+def test_a_solve_checks_its_arguments_once_and_knows_its_kernels(name, calls, monkeypatch):
     checks, sizes = [], Op._sizes
     monkeypatch.setattr(Op, "_sizes", lambda *args: checks.append(1) or sizes(*args))
     assert solve(name).evaluations == 8
@@ -102,42 +102,26 @@ def test_the_transposed_product_has_a_plan_and_programs_by_length_only(size, par
     assert calls == {"triton": 6, "compiled": 6}
 
 
-def aligned_otherwise(state):
-    fz = state["fz"]
-    return state | {"fz": fz.new_empty(fz.numel() + 1)[1:].view_as(fz).copy_(fz)}
-
-
-def test_what_triton_compiles_apart_is_told_apart(calls):
+def test_what_triton_compiles_apart_is_kept_apart(calls):
     """Addresses that are not multiples of 16, dtypes, sizes, the last step, and each place in the window."""
     step, asked = Kernel("triton").op("multisecant_step"), []
     window = Case("good", batch=2, size=16, history=2, k=3)
-    double = Case("good", batch=2, size=16, history=2, k=3, dtype=torch.float64)
-    short = Case("good", batch=2, size=16, history=2, k=3, history_dtype=torch.bfloat16)
-    other = Case("bad", batch=2, size=16, history=2, k=3)
-    later = Case("good", batch=2, size=16, history=2, k=4)
-    last = Case("good", batch=2, size=16, history=2, k=3, last=True)
-    for case in (window, double, short, other, later, last):
+    others = {"dtype": torch.float64}, {"history_dtype": torch.bfloat16}, {"method": "bad"}, {"k": 4}, {"last": True}
+    for case in (window, *(replace(window, **other) for other in others)):
         state = make_state(case)
-        case.call(step, state)
-        case.call(step, aligned_otherwise(state))
-        before = calls["triton"]
-        case.call(step, state)
-        case.call(step, aligned_otherwise(state))
+        for _ in range(2):
+            before = calls["triton"]
+            case.call(step, state)
+            case.call(step, state | {"fz": unaligned(state["fz"])})
         assert calls["triton"] == before
         asked.append(before)
     assert asked == [4, 8, 12, 16, 20, 22]  # two kernels each, one in the last step
 
 
-class Seen(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names = [*getattr(self, "names", ()), func.name()]
-        return func(*args, **(kwargs or {}))
-
-
 def test_modes_and_the_profiler_see_each_step_as_an_op(calls):
-    with Seen() as seen:
+    with Operations() as operations:
         solve("picard")
-    assert seen.names.count("deqfast::picard_step_triton") == 8
+    assert operations.names.count("picard_step_triton") == 8
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         solve("picard")
     assert [event.name for event in profile.events()].count("deqfast::picard_step_triton") == 8

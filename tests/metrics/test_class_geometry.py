@@ -28,56 +28,62 @@ def factor(gram):
     return vectors * values.clamp_min(0).sqrt()
 
 
-def test_a_target_is_at_no_distance_of_itself_in_any_rotation_and_scale():
-    counts = SIZES.long()
-    makers = {"simplex": lambda of: simplex(SIZES), "orthogonal": lambda of: orthogonal_frame(SIZES, of)}
-    makers["seli"] = lambda of: seli(SIZES, of)
-    for name, make in makers.items():
-        means, weight = (factor(make(of)) @ rotation(4) * scale for of, scale in ((True, 1e-90), (False, 1e90)))
-        found = class_geometry(means, counts, weight)
-        for one in (found.means, found.classifier):
-            distances = {kind: getattr(one, kind) for kind in makers}
-            assert distances.pop(name) < 1e-14 and min(distances.values()) > 0.03, name
+TARGETS = {
+    "simplex": lambda is_means: simplex(SIZES),
+    "orthogonal": lambda is_means: orthogonal_frame(SIZES, is_means),
+    "seli": lambda is_means: seli(SIZES, is_means),
+}
 
 
-def test_the_logits_of_all_targets_are_simplex_labels():
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_is_at_no_distance_of_itself_in_any_rotation_and_scale(name):
+    means, weight = (factor(TARGETS[name](is_means)) @ rotation(4) for is_means in (True, False))
+    result = class_geometry(means * 1e-90, SIZES.long(), weight * 1e90)
+    for part in (result.means, result.classifier):
+        distances = {kind: getattr(part, kind) for kind in TARGETS}
+        assert distances.pop(name) < 1e-14 and min(distances.values()) > 0.03
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_logits_of_a_target_are_simplex_labels(name):
     """Whatever the class sizes, once what the logits of a sample have in common is gone."""
-    counts = SIZES.long()
-    for make in (lambda of: simplex(SIZES), lambda of: orthogonal_frame(SIZES, of), lambda of: seli(SIZES, of)):
-        targets = [factor(make(of)) @ rotation(4) for of in (True, False)]
-        # W of the least norm with logits C for these means: its Gram matrix is the target's.
-        weight = torch.linalg.lstsq(targets[0], simplex(SIZES)).solution.T
-        assert gram_distance(weight, make(False)) < 1e-12
-        for bias in (None, torch.full((4,), 3.0, dtype=torch.float64)):
-            assert class_geometry(targets[0], counts, weight, classifier_bias=bias).logits < 1e-12
+    means = factor(TARGETS[name](True)) @ rotation(4)
+    # W of the least norm with logits C for these means: its Gram matrix is the target's.
+    weight = torch.linalg.lstsq(means, simplex(SIZES)).solution.T
+    assert gram_distance(weight, TARGETS[name](False)) < 1e-12
+    for bias in (None, torch.full((4,), 3.0, dtype=torch.float64)):
+        assert class_geometry(means, SIZES.long(), weight, classifier_bias=bias).logits < 1e-12
 
 
 def test_the_logits_in_closed_form():
-    """Without means only the bias is left: centred, it is (1, -1) / 2 for both classes, at 90 degrees to the labels."""
-    means, weight = torch.tensor([[1.0], [1.0]]), torch.zeros(2, 1)
-    found = class_geometry(means, torch.ones(2), weight, classifier_bias=torch.tensor([1.0, 0.0]))
-    assert found.logits == pytest.approx(math.sqrt(2))
+    def logits(means, weight, bias=None):
+        means, bias = torch.tensor(means), None if bias is None else torch.tensor(bias)
+        return class_geometry(means, torch.ones(len(means)), torch.tensor(weight), classifier_bias=bias).logits
+
+    # Without means only the bias is left: centred, it is (1, -1) / 2 for both classes, at 90 degrees to the labels.
+    assert logits([[1.0], [1.0]], [[0.0], [0.0]], [1.0, 0.0]) == pytest.approx(math.sqrt(2))
+    assert logits([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], [0.0, 0.0]) == pytest.approx(0, abs=1e-7)
     # Logits (2, 0) and (0, 1): centred (1, -1) and (-1/2, 1/2), of norm sqrt(5/2); the labels' product is 3/2.
-    found = class_geometry(torch.eye(2), torch.ones(2), torch.eye(2), classifier_bias=torch.zeros(2))
-    assert found.logits == pytest.approx(0, abs=1e-7)
-    found = class_geometry(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(2), torch.eye(2))
-    assert found.logits == pytest.approx(math.sqrt(2 - 2 * 1.5 / math.sqrt(2.5)))
-    assert class_geometry(means, torch.ones(2)).logits is None
-    assert math.isnan(class_geometry(torch.ones(1, 3), torch.ones(1), torch.ones(1, 3)).logits)
+    apart = math.sqrt(2 - 2 * 1.5 / math.sqrt(2.5))
+    assert logits([[2.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]]) == pytest.approx(apart)
+    assert class_geometry(torch.ones(2, 1), torch.ones(2)).logits is None
+    assert math.isnan(logits([[1.0] * 3], [[1.0] * 3]))
 
 
 def test_the_simplex_in_closed_form():
     """Off-centre, it is equinorm and equiangular, and only the centred Gram matrix is at no distance."""
     corners = factor(simplex(SIZES)) @ rotation(4)
-    found = class_geometry(corners + 3 * torch.randn(4, dtype=torch.float64), torch.full((4,), 5)).means
-    assert max(found.simplex_centered, found.equinorm, found.equiangular) < 1e-13 < 0.5 < found.simplex
-    assert found.majority_cosine > 0 and math.isnan(found.minority_cosine) and math.isnan(found.between_cosine)
+    means = class_geometry(corners + 3 * torch.randn(4, dtype=torch.float64), torch.full((4,), 5)).means
+    assert max(means.simplex_centered, means.equinorm, means.equiangular) < 1e-13 < 0.5 < means.simplex
+    assert means.majority_cosine > 0 and math.isnan(means.minority_cosine) and math.isnan(means.between_cosine)
 
 
 def test_cdnv_in_closed_form():
     """Means at 0, 3 and 4 on a line, variances 1, 2 and 3."""
-    found = class_geometry(torch.tensor([[0.0], [3.0], [4.0]]), torch.ones(3), traces=torch.tensor([1.0, 2.0, 3.0]))
-    assert found.cdnv == pytest.approx(((1 + 2) / 18 + (1 + 3) / 32 + (2 + 3) / 2) / 3)
+    means, traces = torch.tensor([[0.0], [3.0], [4.0]]), torch.tensor([1.0, 2.0, 3.0])
+    assert class_geometry(means, torch.ones(3), traces=traces).cdnv == pytest.approx(
+        ((1 + 2) / 18 + (1 + 3) / 32 + (2 + 3) / 2) / 3
+    )
 
 
 def optimum(not_negative):
@@ -105,10 +111,10 @@ def optimum(not_negative):
 def test_the_targets_are_the_optima_of_free_features(not_negative, name):
     """A penalty lets margins be short by a share of 1 / PENALTY, times norms of order 1 over sizes of 1 to 8."""
     weight, means = optimum(not_negative)
-    found = class_geometry(means, SIZES, weight)
-    for one in (found.means, found.classifier):
-        others = {"simplex", "orthogonal", "seli"} - {name}
-        assert getattr(one, name) < 100 / PENALTY and min(getattr(one, kind) for kind in others) > 0.03
+    result = class_geometry(means, SIZES, weight)
+    for part in (result.means, result.classifier):
+        others = TARGETS.keys() - {name}
+        assert getattr(part, name) < 100 / PENALTY and min(getattr(part, kind) for kind in others) > 0.03
 
 
 def test_classes_without_samples_are_dropped():
@@ -129,49 +135,49 @@ def test_it_is_measured_with_nc1_to_nc4_of_samples_and_of_streams():
     weight = torch.randn(4, 6, dtype=torch.float64)
     features[5, 2] = torch.nan
     kept = torch.arange(189) != 5
-    of_class = [features[kept & (labels == label)] for label in (0, 1, 3)]
-    means, counts = torch.stack([one.mean(0) for one in of_class]), torch.tensor(list(map(len, of_class)))
-    traces = torch.stack([(one - one.mean(0)).square().sum(1).mean() for one in of_class])
+    samples = [features[kept & (labels == label)] for label in (0, 1, 3)]
+    means, counts = torch.stack([rows.mean(0) for rows in samples]), torch.tensor(list(map(len, samples)))
+    traces = torch.stack([(rows - rows.mean(0)).square().sum(1).mean() for rows in samples])
     expected = class_geometry(means, counts, weight[[0, 1, 3]], traces)
-
-    def assert_same(found, expected):
-        for one, other in zip(found, expected, strict=True):
-            assert one is other is None or one == pytest.approx(other, rel=1e-10, nan_ok=True)
-
-    found = deqfast.neural_collapse(features, labels, weight, geometry=True)
-    assert_same(found.geometry, expected)
-    assert found._replace(geometry=None) == deqfast.neural_collapse(features, labels, weight)
+    result = deqfast.neural_collapse(features, labels, weight, geometry=True)
+    assert_alike(result.geometry, expected)
+    assert result._replace(geometry=None) == deqfast.neural_collapse(features, labels, weight)
     for streaming, given in ((False, expected), (True, expected._replace(cdnv=None))):
         metric = deqfast.NeuralCollapse(4, weight, streaming=streaming, geometry=True)
         for part in range(0, 189, 50):
             metric.update(features[part : part + 50], labels[part : part + 50])
-        assert_same(metric.compute().geometry, given)
+        assert_alike(metric.compute().geometry, given)
     lost = deqfast.neural_collapse(torch.full((3, 2), torch.nan), torch.arange(3), geometry=True)
     assert lost.num_classes == 0 and lost.geometry is None
 
 
+BAD = [
+    (TypeError, "counts has dtype torch.int8", {"counts": torch.ones(3, dtype=torch.int8)}),
+    (TypeError, "means|features", {"means": [[1.0]]}),
+    (ValueError, r"counts has shape \(2,\); it must be \(3,\)", {"counts": torch.ones(2)}),
+    (ValueError, "counts is .*; it must be at least 0, and one more than 0", {"counts": torch.zeros(3)}),
+    (ValueError, "counts is .*at least 0", {"counts": torch.tensor([1, -1, 2])}),
+    (ValueError, r"classifier_weight has shape \(3, 4\)", {"classifier_weight": torch.ones(3, 4)}),
+    (ValueError, "classifier_bias is given, and classifier_weight is None", {"classifier_bias": torch.ones(3)}),
+    (ValueError, r"traces has shape \(4,\)", {"traces": torch.ones(4)}),
+    (ValueError, "majority must be at least 1, got 0", {"majority": 0}),
+]
+BAD_CLASSIFIERS = [
+    (ValueError, "in_features is 8; a simplex of 10 classes needs 9", {"in_features": 8}),
+    (ValueError, "num_classes must be at least 2", {"num_classes": 1}),
+    (ValueError, "scale must be finite and greater than 0", {"scale": 0}),
+    (TypeError, "in_features must be an integer", {"in_features": 8.0}),
+]
+
+
 @pytest.mark.parametrize(
-    ("error", "words", "given"),
-    [
-        (TypeError, "counts has dtype torch.int8", {"counts": torch.ones(3, dtype=torch.int8)}),
-        (TypeError, "means|features", {"means": [[1.0]]}),
-        (ValueError, r"counts has shape \(2,\); it must be \(3,\)", {"counts": torch.ones(2)}),
-        (ValueError, "counts is .*; it must be at least 0, and one more than 0", {"counts": torch.zeros(3)}),
-        (ValueError, "counts is .*at least 0", {"counts": torch.tensor([1, -1, 2])}),
-        (ValueError, r"classifier_weight has shape \(3, 4\)", {"classifier_weight": torch.ones(3, 4)}),
-        (ValueError, "classifier_bias is given, and classifier_weight is None", {"classifier_bias": torch.ones(3)}),
-        (
-            ValueError,
-            r"classifier_bias has shape \(5,\); it must be \(3,\)",
-            {"classifier_weight": torch.ones(3, 5), "classifier_bias": torch.ones(5)},
-        ),
-        (ValueError, r"traces has shape \(4,\)", {"traces": torch.ones(4)}),
-        (ValueError, "majority must be at least 1, got 0", {"majority": 0}),
-    ],
+    ("call", "error", "words", "arguments"),
+    [(class_geometry, *words, {"means": torch.randn(3, 5), "counts": torch.ones(3), **given}) for *words, given in BAD]
+    + [(ETFClassifier, *words, {"in_features": 20, "num_classes": 10, **given}) for *words, given in BAD_CLASSIFIERS],
 )
-def test_bad_arguments_are_refused(error, words, given):
+def test_bad_arguments_are_refused(call, error, words, arguments):
     with pytest.raises(error, match=words):
-        class_geometry(**{"means": torch.randn(3, 5), "counts": torch.ones(3), **given})
+        call(**arguments)
 
 
 @pytest.mark.parametrize(("width", "classes"), [(64, 10), (9, 10), (1, 2)])
@@ -187,18 +193,3 @@ def test_the_fixed_classifier_is_a_simplex(width, classes):
     again = ETFClassifier(width, classes, seed=1)
     again.load_state_dict(classifier.state_dict())
     assert torch.equal(again.weight.double(), classifier.weight)
-    assert f"in_features={width}, num_classes={classes}" in repr(classifier)
-
-
-@pytest.mark.parametrize(
-    ("error", "words", "given"),
-    [
-        (ValueError, "in_features is 8; a simplex of 10 classes needs 9", {"in_features": 8}),
-        (ValueError, "num_classes must be at least 2", {"num_classes": 1}),
-        (ValueError, "scale must be finite and greater than 0", {"scale": 0}),
-        (TypeError, "in_features must be an integer", {"in_features": 8.0}),
-    ],
-)
-def test_classifiers_that_cannot_be_are_refused(error, words, given):
-    with pytest.raises(error, match=words):
-        ETFClassifier(**{"in_features": 20, "num_classes": 10, **given})

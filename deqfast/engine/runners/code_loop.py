@@ -66,8 +66,8 @@ class Loop:
     def state(self, z: Tensor, values: Tensor, history: Tensor, iterations: Tensor) -> State:
         """State at the end of a solve that keeps its inverse, for rows z (B, D)."""
         assert isinstance(self.start, MultisecantState)
-        of_sample = self.start.gram.shape[1:]
-        gram = values[-len(z) * math.prod(of_sample) :].view(len(z), *of_sample)
+        shape = self.start.gram.shape[1:]
+        gram = values[-len(z) * math.prod(shape) :].view(len(z), *shape)
         return replace(self.start, left=history[0], df=history[1], gram=gram, iterations=iterations)
 
 
@@ -107,13 +107,13 @@ def solve_in_code(
 
     def body(running: Tensor) -> tuple[Tensor]:
         batch = status.shape[0]  # a loop takes no size from outside
-        of_batch = loop.packing.resized(batch)
+        packing = loop.packing.resized(batch)
         # A copy, since a cell that works in place would write to the memory of the steps. Otherwise it costs nothing.
         z = values[: batch * loop.dim].view(batch, loop.dim).clone()
-        value = cell(of_batch.unpack(z), x)
-        rule = loop.solver.rule(of_batch.stall_floor(value))
+        value = cell(packing.unpack(z), x)
+        rule = loop.solver.rule(packing.stall_floor(value))
         numbers = [float(number) for number in (*rule, *loop.numbers)]
-        fz = of_batch.rows_of_value(value).clone()
+        fz = packing.rows_of_value(value).clone()
         return (loop.step(values, counts, status, history, fz, loop.solver.max_iter, numbers),)
 
     (running,) = torch.while_loop(torch.clone, body, (running,))

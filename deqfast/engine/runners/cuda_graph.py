@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ...solution import CODES, Arriving, Late, Solution
 from ...solvers.base import State
 from ...torch_internals import pytree
 from ...torch_internals.graphs import aside, capture, current, mark, raw_stream, refuse_draws, refuse_waits
-from ...torch_internals.weights import check_not_cached
+from ...torch_internals.weights import NOTHING, is_cached
 from ..device_loop import DEVICE, EACH, DeviceLoop, Loop, capture_loop, has_loops
 from ..device_loop import REFUSES as _OF_LOOP
 from ..refusals import Refusals, check_served
@@ -81,14 +80,17 @@ class Graphs:
             RuntimeError: the solve cannot be captured, with the reason.
             ValueError: z0 of this or an earlier call is not finite, as ``deqfast.solve`` says.
         """
-        check_not_cached(cell)
+        if is_cached(cell):  # a graph would never see an update
+            raise RuntimeError(
+                "cuda_graph cannot be used under parametrize.cached() with a cell of parametrised weights"
+            )
         packing = solve.packing
         if packing.device.type != DEVICE:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
         if not packing.batch or torch.cuda.is_current_stream_capturing():
             return ordinary()
         key = cell, solve, bind, _layout(x)
-        with self._alone, torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+        with self._alone, torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING:
             if (solution := self.replay(key, x, z0)) is not None:
                 return solution
             _check_cell(cell)
@@ -130,11 +132,6 @@ class Graphs:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
-
-
-def no_loops() -> str:
-    """Why no loop can be captured."""
-    return f"a loop on the device needs deqfast's CUDA kernels or torch 2.14: {_extension.cuda_reason}"
 
 
 class Captured:
@@ -215,7 +212,8 @@ class Captured:
             self._end()
 
         if loop.most and not has_loops():
-            raise RuntimeError(no_loops())
+            why = _extension.cuda_reason
+            raise RuntimeError(f"a loop on the device needs deqfast's CUDA kernels or torch 2.14: {why}")
         (graph,) = capture([whole_solve], mode)
         return lambda stream: graph.replay()
 
@@ -366,22 +364,12 @@ class Fixed:
 
     def holds(self) -> bool:
         """Return whether all of this is as it was."""
-        for module, training, children in self._modules:
-            if module.training is not training or module._modules != children:
-                return False
-        for table, size in self._tables:
-            if len(table) != size:
-                return False
-        for table, name, tensor, place in self._tensors:
-            if (
-                table.get(name) is not tensor
-                or (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place
-            ):
-                return False
-        return not self._settled or all([check() for check in self._settled])
-
-
-_NOTHING = nullcontext()
+        return (
+            all([module.training is mode and module._modules == children for module, mode, children in self._modules])
+            and all([len(table) == size for table, size in self._tables])
+            and all([table.get(name) is t and _place(t) == place for table, name, t, place in self._tensors])
+            and all([check() for check in self._settled])
+        )
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:

@@ -53,13 +53,13 @@ def _in_launches(
     """Results of the op ``fc_fixed_point`` from one launch, or, for a long solve, from several, with the same bits."""
     # Fewer samples than 8 take as long, since W is read once for a block of them. An iteration of a sample costs about
     # 1,000 products more, and each of its elements 64, for the activation and the judgement.
-    of_sample = (len(weight) + 32) ** 2
-    most = max(MAX_LAUNCH_PRODUCTS // of_sample, 8)
+    products = (len(weight) + 32) ** 2
+    most = max(MAX_LAUNCH_PRODUCTS // products, 8)
     if len(c) > most:
         samples = zip(c.split(most), z0.split(most), strict=True)
         parts = [_in_launches(weight, *part, activation, max_iter, *rule) for part in samples]
         return [torch.cat(results, dim=int(k == 3)) for k, results in enumerate(zip(*parts, strict=True))]
-    each = max(MAX_LAUNCH_PRODUCTS // (max(len(c), 8) * of_sample), 1)
+    each = max(MAX_LAUNCH_PRODUCTS // (max(len(c), 8) * products), 1)
     if max_iter <= each:
         return torch.ops.deqfast.fc_fixed_point(weight, c, z0, activation, max_iter, *rule)
     state = reference.start(z0)

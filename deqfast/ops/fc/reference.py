@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.constants import IDENTITY, PANEL_PADDING, RELU, TANH
-from ..steps import PROGRESS, PicardStep
+from ..steps import PicardStep
+from ..steps.loops import state_begin
 from ..steps.reference import picard_step
 from . import FcFixedPoint, FcSteps, FcVjp
 
@@ -22,19 +24,19 @@ def _identity(x: Tensor) -> Tensor:
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (_identity, torch.relu, torch.tanh, F.gelu)
 
 
-def fc_fixed_point(a: FcFixedPoint) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fc_fixed_point(a: FcFixedPoint) -> tuple[Tensor, ...]:
     """Solve z = act(W z + c) by Picard steps, all `max_iter` of them."""
     state = start(a.z0)
-    fc_steps(FcSteps(a.weight, a.c, *state, a.activation, 0, a.max_iter, a.max_iter, a.rule))
+    arguments: Any = (a.weight, a.c, *state, a.activation, 0, a.max_iter, a.max_iter, a.rule)
+    fc_steps(FcSteps(*arguments))
     return state[2:6]
 
 
-def start(z0: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def start(z0: Tensor) -> tuple[Tensor, ...]:
     """Tensors `panels` to `progress` of ``fc_steps`` at k = 0."""
-    batch, dim = z0.shape
-    status, iterations = (z0.new_zeros(batch, dtype=dtype) for dtype in (torch.int8, torch.int32))
-    residual, progress = (z0.new_full((rows, batch), torch.inf) for rows in (2, len(PROGRESS)))
-    return z0.new_empty(dim, dim + PANEL_PADDING), z0.clone(), z0.clone(), status, iterations, residual, progress
+    dim = z0.shape[1]
+    *state, _ = state_begin(z0)
+    return z0.new_empty(dim, dim + PANEL_PADDING), z0.clone(), *state
 
 
 def fc_steps(a: FcSteps) -> None:

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...kernels.constants import MAX_GPU_HISTORY, MAX_ITERATIONS
 from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
-from . import loops  # noqa: F401  (the schemas of the steps in compiled loops)
+from .loops import PROGRESS as PROGRESS  # and the schemas of the steps in compiled loops
 
 InOut = partial(Shaped, mutated=True)
 STATE = anchored(torch.float32, torch.float64)
 HISTORY = Dtype({torch.float32: (torch.float32, torch.bfloat16), torch.float64: (torch.float64,)})
 METHOD = Range(0, 3)
 MAX_ITER = Range(1, MAX_ITERATIONS)
-# Rows of `progress`: the relative residual and the iteration of the last gain of 5 %; |g| of the first evaluation; the
-# size of the start, max(|f(z0)|, |f(z0) - z0|); |f(z)| of `best`; the least residual that tol was compared with.
-PROGRESS = ("gain", "gain_iteration", "first", "start", "best_size", "least")
 
 
 @dataclass
@@ -83,8 +80,12 @@ class PicardStep(_Evaluation, _State):
 
 
 @dataclass
-class _Window:
+class _Previous:
     f_prev: Annotated[Tensor, Shaped("B, D", STATE)]  # f at the previous iterate; read from k = 1 on
+
+
+@dataclass
+class _Pairs:
     left: Annotated[Tensor, InOut("B, M, D", HISTORY)]  # L; pair i is in slot i mod M
     df: Annotated[Tensor, InOut("B, M, D", HISTORY)]  # DF, likewise
     gram: Annotated[Tensor, InOut("B, M + 2, M", STATE)]  # N and, in its last two rows, the squared lengths of pairs
@@ -99,7 +100,7 @@ class _Method:
 
 
 @dataclass
-class MultisecantStep(_Method, _Evaluation, _Window, _State):
+class MultisecantStep(_Method, _Evaluation, _Pairs, _Previous, _State):
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
 
 
@@ -157,13 +158,9 @@ class PicardSums(_Rows):
 
 
 @dataclass
-class MultisecantSums(_Rows):
-    """Likewise, and complete the newest pair, as the step does."""
+class MultisecantSums(_Pairs, _Previous, _Rows):
+    """Likewise, and complete the newest pair, as the step does; N is only read."""
 
-    f_prev: Annotated[Tensor, Shaped("B, D", STATE)]
-    left: Annotated[Tensor, InOut("B, M, D", HISTORY)]
-    df: Annotated[Tensor, InOut("B, M, D", HISTORY)]
-    gram: Annotated[Tensor, Shaped("B, M + 2, M", STATE)]
     # |g|^2, |f(z)|^2; L^T g and L^T y by slot, n = min(k, M) each; |l|^2 and |y|^2 of the newest pair, and if L holds
     # steps, its row of N (n).
     sums: Annotated[Tensor, InOut("B, K", STATE)]
@@ -197,53 +194,32 @@ class PicardApply(_Judged):
 
 
 @dataclass
-class _JudgedPairs(_Judged):
-    left: Annotated[Tensor, InOut("B, M, D", HISTORY)]
-    df: Annotated[Tensor, Shaped("B, M, D", HISTORY)]
-    gram: Annotated[Tensor, InOut("B, M + 2, M", STATE)]
-
-
-@dataclass
-class _JudgedSteps(_Judged):
-    steps: Annotated[Tensor, InOut("B, M, D", STATE)]
-    gram: Annotated[Tensor, InOut("B, M, M", STATE)]
-    first: Annotated[Tensor, InOut("B", torch.int32)]
-
-
-@dataclass
 class _Joined:
     sums: Annotated[Tensor, Shaped("B, K", STATE)]  # over all parts of each sample; not read if k = 0
     k: Annotated[int, Range(0, MAX_ITERATIONS - 1)]
 
 
 @dataclass
-class MultisecantApply(_Method, _Joined, _JudgedPairs):
-    """Likewise, with the sums of ``MultisecantSums``."""
+class MultisecantApply(_Method, _Joined, _Pairs, _Judged):
+    """Likewise, with the sums of ``MultisecantSums``; DF is only read."""
 
 
 @dataclass
-class BroydenApply(_Joined, _JudgedSteps):
+class BroydenApply(_Joined, _Steps, _Judged):
     """Likewise, with the sums of ``BroydenSums``."""
 
 
 PAIRS = {"M": Range(1, MAX_GPU_HISTORY)}
 
+_pairs_op: Any = partial(Op, limits=PAIRS, triton="multisecant_step")
+
 register(Op("picard_step", PicardStep, "z", triton="picard_step", binds=True))
-register(Op("multisecant_step", MultisecantStep, "z", limits=PAIRS, triton="multisecant_step"))
-register(Op("broyden_step", BroydenStep, "z", binds=True))
 register(Op("picard_sums", PicardSums, "z", triton="picard_step"))
 register(Op("picard_apply", PicardApply, "z", triton="picard_step"))
-register(Op("multisecant_sums", MultisecantSums, "z", limits=PAIRS, triton="multisecant_step"))
-register(Op("multisecant_apply", MultisecantApply, "z", limits=PAIRS, triton="multisecant_step"))
+register(Op("broyden_step", BroydenStep, "z", binds=True))
 register(Op("broyden_sums", BroydenSums, "z"))
 register(Op("broyden_apply", BroydenApply, "z"))
-register(
-    Op(
-        "multisecant_transposed",
-        MultisecantTransposed,
-        "v",
-        results=(Result("out", STATE, like="v"),),
-        limits=PAIRS,
-        triton="multisecant_step",
-    )
-)
+register(_pairs_op("multisecant_step", MultisecantStep, "z"))
+register(_pairs_op("multisecant_sums", MultisecantSums, "z"))
+register(_pairs_op("multisecant_apply", MultisecantApply, "z"))
+register(_pairs_op("multisecant_transposed", MultisecantTransposed, "v", (Result("out", STATE, like="v"),)))

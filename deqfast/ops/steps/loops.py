@@ -26,6 +26,7 @@ step's iterate, and ``loop_end`` takes the truth value that the last step return
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,9 @@ class Parts:
     history: tuple[str, ...] = ()
 
 
+# Rows of `progress`: the relative residual and the iteration of the last gain of 5 %; |g| of the first evaluation; the
+# size of the start, max(|f(z0)|, |f(z0) - z0|); |f(z)| of `best`; the least residual that tol was compared with.
+PROGRESS = ("gain", "gain_iteration", "first", "start", "best_size", "least")
 PARTS = {
     "picard_step": Parts(),
     "multisecant_step": Parts(values=("f_prev", "gram"), history=("left", "df")),
@@ -67,13 +71,16 @@ library.define(
 
 
 @functools.partial(torch.library.register_fake, "deqfast::state_begin", lib=library)
-def _state_begun(z: Tensor) -> tuple[Tensor, ...]:
-    from . import PROGRESS
-
-    batch = z.shape[0]
-    counts = [z.new_empty(size, dtype=torch.int32) for size in (batch, 1)]
-    measures = [z.new_empty(rows, batch) for rows in (2, len(PROGRESS))]
-    return torch.empty_like(z), z.new_empty(batch, dtype=torch.int8), counts[0], *measures, counts[1]
+def state_begin(z: Tensor) -> tuple[Tensor, ...]:
+    """The op ``state_begin`` in plain torch."""
+    batch, device = z.shape[0], z.device
+    return (
+        z.clone(),
+        torch.zeros(batch, dtype=torch.int8, device=device),
+        torch.zeros(batch, dtype=torch.int32, device=device),
+        *(torch.full((rows, batch), math.inf, dtype=z.dtype, device=device) for rows in (2, len(PROGRESS))),
+        torch.full((1,), batch, dtype=torch.int32, device=device),
+    )
 
 
 @functools.partial(torch.library.register_fake, "deqfast::loop_begin", lib=library)

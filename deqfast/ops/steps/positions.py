@@ -45,12 +45,12 @@ class Positions:
         """Products (B * T, .) up to each position in evaluation k: first L^T g, then those of the newest pair."""
         if not products:
             return products
-        rows, (of_g, *of_pair) = running[:, None], products
-        before = of_g[:, :0] if self._products is None else self._products
-        kept = pad(before, (0, of_g.shape[1] - before.shape[1]))
-        kept[:, (k - 1) % of_g.shape[1]] = 0  # the slot of the newest pair
-        self._products = torch.where(rows, of_g, kept)
-        joined = torch.cat([self._products, *(torch.where(rows, product, 0) for product in of_pair)], dim=1)
+        rows, (residual_products, *pair_products) = running[:, None], products
+        before = residual_products[:, :0] if self._products is None else self._products
+        kept = pad(before, (0, residual_products.shape[1] - before.shape[1]))
+        kept[:, (k - 1) % residual_products.shape[1]] = 0  # the slot of the newest pair
+        self._products = torch.where(rows, residual_products, kept)
+        joined = torch.cat([self._products, *(torch.where(rows, product, 0) for product in pair_products)], dim=1)
         return list(self.scan(joined, torch.add).split([product.shape[1] for product in products], dim=1))
 
     def in_turn(self, may_end: Tensor) -> Tensor:

@@ -334,8 +334,8 @@ def _take_step(
     """Take the step of the rows that advance, with the n pairs of the window and the sums of ``_products``."""
     step, slot = a.beta * g, a.k % a.left.shape[1]
     if n:
-        t, *of_pair = products
-        _enter_pair(a, advance, *of_pair)
+        t, *pair_products = products
+        _enter_pair(a, advance, *pair_products)
         gamma = solve_window(a.gram, t, a.k, a.method, a.ridge)
         step = step - torch.einsum("bmd,bm->bd", a.df[:, :n].to(a.z.dtype), gamma)
     # The history keeps the step as it is taken, so that secant equations stay exact in a short history dtype.

@@ -32,8 +32,9 @@ Ops = Callable[[str], Callable[..., Any]]
 
 def picard_step(a: PicardStep, op: Ops, parts: Parts | Positions) -> None:
     """z <- z + damping g."""
-    _, verdict = _judged(a, _squares(a, op), op, parts)
-    op("picard_apply")(a.z, a.fz, a.best, verdict, 0.0 if a.last else a.damping)
+    _, judged = _judged(a, _squares(a, op), op, parts)
+    if not a.last:
+        op("picard_apply")(*judged, a.damping)
 
 
 def multisecant_step(a: MultisecantStep, op: Ops, parts: Parts | Positions) -> None:
@@ -45,13 +46,9 @@ def multisecant_step(a: MultisecantStep, op: Ops, parts: Parts | Positions) -> N
         sums = a.z.new_zeros(len(a.z), 4 + n * (3 if a.method in HOLDS_STEPS else 2))
         history = a.f_prev, a.left, a.df, a.gram
         op("multisecant_sums")(a.z, a.fz, a.status, *history, sums, a.k, a.method, a.beta)
-    sums, verdict = _judged(a, sums, op, parts)
-    judged = a.z, a.fz, a.best, verdict
-    if a.last:
-        op("picard_apply")(*judged, 0.0)
-    else:
-        numbers = a.method, a.alpha, a.beta, a.ridge
-        op("multisecant_apply")(*judged, a.left, a.df, a.gram, sums, a.k, *numbers)
+    sums, judged = _judged(a, sums, op, parts)
+    if not a.last:
+        op("multisecant_apply")(*judged, a.left, a.df, a.gram, sums, a.k, a.method, a.alpha, a.beta, a.ridge)
 
 
 def broyden_step(a: BroydenStep, op: Ops, parts: Parts | Positions) -> None:
@@ -61,11 +58,8 @@ def broyden_step(a: BroydenStep, op: Ops, parts: Parts | Positions) -> None:
     else:
         sums = a.z.new_zeros(len(a.z), 2 + 2 * a.k)
         op("broyden_sums")(a.z, a.fz, a.status, a.steps, sums, a.k)
-    sums, verdict = _judged(a, sums, op, parts)
-    judged = a.z, a.fz, a.best, verdict
-    if a.last:
-        op("picard_apply")(*judged, 0.0)
-    else:
+    sums, judged = _judged(a, sums, op, parts)
+    if not a.last:
         op("broyden_apply")(*judged, a.steps, a.gram, a.first, sums, a.k)
 
 
@@ -75,8 +69,11 @@ def _squares(a: Any, op: Ops) -> Tensor:
     return sums
 
 
-def _judged(a: Any, sums: Tensor, op: Ops, parts: Parts | Positions) -> tuple[Tensor, Tensor]:
-    """The sums over all parts, and the verdicts (B,) int8. Residuals, statuses and iterations are recorded."""
+def _judged(a: Any, sums: Tensor, op: Ops, parts: Parts | Positions) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The sums over all parts; and z, fz, best and the verdicts (B,) int8, which are carried out in the last step.
+
+    Residuals, statuses and iterations are recorded.
+    """
     (length, size), sums = joined_positions(a, sums, parts) if isinstance(parts, Positions) else joined(a, sums, parts)
     # A step of rows z = (|f|, |g|) to f(z) = (|f|, 0), whose best iterates are (-1, -1).
     z = torch.stack([size, length], dim=1)
@@ -87,4 +84,7 @@ def _judged(a: Any, sums: Tensor, op: Ops, parts: Parts | Positions) -> tuple[Te
     else:
         op("picard_step")(z, fz, best, *monitor, a.k, a.last, *rule, 1.0)
     verdict = (best[:, 0] >= 0) * IMPROVED + (z[:, 0] == -1) * BROKEN + (a.status == RUNNING) * ADVANCES
-    return sums, verdict.to(torch.int8)
+    judged = a.z, a.fz, a.best, verdict.to(torch.int8)
+    if a.last:
+        op("picard_apply")(*judged, 0.0)
+    return sums, judged
