@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from models import frame
-from runs.arguments import Parser, one_of
+from runs.options import Parser, one_of
 
 MODELS = ("graphs", "restoration", "rnn", "scf", "sudoku", "text")
 

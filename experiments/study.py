@@ -20,9 +20,8 @@ from nc_study.data import find_source
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, paper_settings
 from nc_study.scheduler import Task, plan
 from nc_study.training import DIVERGED
-from runs.arguments import Parser
 from runs.files import prepare_out, to_json, write_atomically
-from runs.options import Checked, SettingsError, StudyError, add_options, flag_of, option
+from runs.options import Checked, Parser, SettingsError, StudyError, add_options, flag_of, option, seed_numbers
 from runs.processes import run_all, tell_failed
 from runs.script import resume_hint, run_main
 
@@ -60,9 +59,7 @@ class StudyOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        numbers = self.seeds.split(",")
-        if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
-            raise SettingsError(f"--seeds {self.seeds}: different whole numbers with commas between")
+        seed_numbers(self.seeds)
         if unknown := set(self.arms.split(",")) - set(RUNNABLE):
             first = min(unknown)
             raise SettingsError(
@@ -109,7 +106,7 @@ def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, An
     given for all runs, or if --protocol rates has not chosen rates yet."""
     if options.protocol is None:
         chosen = paper_settings(options.table, options.figure, options.dataset)
-        each = product(map(int, options.seeds.split(",")), chosen, options.arms.split(","))
+        each = product(seed_numbers(options.seeds), chosen, options.arms.split(","))
         return [{**setting.options, "seed": seed, **arm_options(arm)} for seed, setting, arm in each]
     if fixed := [flag_of(name) for name in given if name not in protocol.MACHINE]:
         raise SettingsError(f"{', '.join(fixed)}: experiments/protocol.md decides it")

@@ -107,10 +107,10 @@ def conclude(settings: Settings, data: StudyData, run: RunDirectory, kernel: Ker
 
 def show(runs: Sequence[RunDirectory]) -> None:
     """Draw one figure of finished runs of one setting, into the folder of the last, and print their results."""
-    from . import figures  # late: matplotlib takes a second or more, and the first epoch need not wait for it
+    from .reporting import pictures  # late: matplotlib takes a second or more, and the first epoch need not wait for it
 
     results = [run.result for run in runs]
-    write_atomically(runs[-1].figure, figures.course(results))
+    write_atomically(runs[-1].figure, pictures.course(results))
     print(f"\n{report(results)}\n")
     for run in runs:
         print(f"results: {run.path / 'result.json'}")

@@ -248,4 +248,4 @@ def limit_claims(part: Part) -> Iterator[Part]:
             for model, record in last.items():
                 yield _zero(bounds, name, record[name], model)
         pairs = [[last[model][name] for model in BOTH] for name in ALIKE]
-        yield _zero(bounds, "limit alike", max(abs(one - other) for one, other in pairs if None not in (one, other)))
+        yield _zero(bounds, "limit alike", max(abs(a - b) for a, b in pairs if None not in (a, b)))

@@ -11,7 +11,6 @@ from runs.files import prepare_out, write_atomically
 from runs.paired import ALPHA
 from runs.style import png
 
-from ..figures import LABELS
 from ..paper import PAPER, TABLES
 from ..protocol import CLAIMS, PRECISION_POINTS, PRIMARY, RECIPE_B, TRIAL_SETTING, counts, tuning
 from ..record import AVERAGED
@@ -146,7 +145,7 @@ def _obstacle(share: float | None, checked: dict[str, float]) -> str:
 
 def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
     """Make the tables of a group, and its figures under names that begin with the prefix."""
-    pairs = [(arm, "explicit") for arm in LABELS]
+    pairs = [(arm, "explicit") for arm in tables.LABELS]
     controls = [(DEQ, "once"), (DEQ, "explicit-norm")]
     differences = tables.difference_rows(group, [*pairs, *controls, ("deq-jfb", DEQ)])
     figures = {}

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import product
 
 from ..config import Setting
-from ..figures import LABELS
 from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import FRESH, GRID, PRIMARY, PRINTED, PRINTED_LEAST, TUNED, Claim, Tuning
 from ..record import COLLAPSE, GROUPS, LATE, NetworkResult, Number, Spread
@@ -16,6 +15,20 @@ from .runs import Group, Run, apart, identity
 from .verdicts import NOTHING, Judgement, differences, shown
 
 Row = dict[str, object]
+LABELS = {
+    "explicit": "explicit",
+    "explicit-norm": "explicit, normalised",
+    "once": "cell once",
+    "tied-1": "cell once from x",
+    "tied-2": "cell 2 times",
+    "tied-4": "cell 4 times",
+    "tied-12": "cell 12 times",
+    "untied-2": "2 cells",
+    "deq-jfb": "DEQ, JFB",
+    "deq-implicit": "DEQ, implicit",
+    "deq-phantom": "DEQ, phantom",
+    "deq-unrolled": "DEQ, unrolled",
+}
 QUANTITIES = {name: name for name in (*GROUPS, *LATE.values())} | {name.upper(): name for name in COLLAPSE}
 QUANTITIES |= {"NC2 centred": "nc2_centered", "NC3 centred": "nc3_centered"}
 """Columns of tables, and the quantity that each shows."""
