@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar
 import torch
 from matplotlib.figure import Figure
 from msgspec import Meta
-from nc_study.models import count_parameters
+from nc_study.networks import count_parameters
 from runs import processes
 from runs.files import check_same, locked, prepare_out, read_record, reading, to_json, write_atomically
 from runs.options import Checked, SettingsError, flag_of, option, parsed
 from runs.provenance import Recorded, provenance
-from runs.script import how_to_go_on, told
+from runs.script import resume_hint, run_main
 from runs.states import read_state, take_over, write_state
 from runs.style import png
 from tabulate import tabulate
@@ -243,7 +243,7 @@ def main(name: str, description: str | None, example: Example, argv: Sequence[st
             show(name, [record for run, record in records.items() if run not in unfit], figure, folder)
         return processes.tell_failed(script, failed | unfit)
 
-    return told(script, work, how_to_go_on("" if options.resume else " --resume"))
+    return run_main(script, work, resume_hint("" if options.resume else " --resume"))
 
 
 def table(records: Sequence[Record]) -> str:

@@ -174,7 +174,7 @@ class Experiment(Checked):
 
     device: str = option(
         "machine",
-        "where to train; several GPUs: torchrun --nproc-per-node N in place of python",
+        "where to train",
         "auto",
         choices=("auto", "cpu", "cuda"),
     )
@@ -184,7 +184,6 @@ class Experiment(Checked):
         choices=("auto", "fp32", "bf16"),
     )
     tf32: bool = option("machine", "on a GPU, round operands of the last block's convolutions to TF32", False)
-    compile: bool = option("machine", "torch.compile everything except the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

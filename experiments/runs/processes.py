@@ -91,13 +91,13 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 
-def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
-    """Do the unfinished runs, `jobs` at a time, in slots from `first_slot` on; return the reasons of failed ones.
+def run_all(runs: Sequence[R], jobs: int) -> dict[R, str]:
+    """Do the unfinished runs, `jobs` at a time; return the reasons of failed ones.
 
     A run that fails stops no other. A KeyboardInterrupt stops all of them.
     """
     waiting = [run for run in runs if not run.finished]
-    free, at_work = list(range(first_slot, first_slot + jobs)), dict[R, Child]()
+    free, at_work = list(range(jobs)), dict[R, Child]()
     failed: dict[R, str] = {}
     tqdm.set_lock(_progress_lock())
     with tqdm(desc="runs", total=len(runs), initial=len(runs) - len(waiting), disable=None) as bar:

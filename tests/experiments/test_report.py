@@ -20,7 +20,7 @@ SETTING = Setting("cifar10", 3, 10)
 
 def test_seeds_and_settings_are_one_group(made_up):
     root = made_up().parent
-    made_up(seed=1, kernel="torch", metrics_every=1, compile=True)
+    made_up(seed=1, kernel="torch", metrics_every=1)
     made_up(ratio=100)
     made_up(adjoint="implicit", seed=1)
     made_up(study="cifar_balanced")

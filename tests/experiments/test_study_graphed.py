@@ -32,7 +32,7 @@ def test_an_epoch_in_graphs_is_that_of_the_eager_loop(adjoint, monkeypatch):
 
 
 def test_where_steps_are_graphs():
-    gpu = {"device": "cuda", "kernel": "triton", "eager": False, "compile": False, "adjoint": "jfb"}
-    changes = [{}, {"device": "cpu"}, {"eager": True}, {"compile": True}, {"kernel": "torch"}, {"adjoint": "unrolled"}]
+    gpu = {"device": "cuda", "kernel": "triton", "eager": False, "adjoint": "jfb"}
+    changes = [{}, {"device": "cpu"}, {"eager": True}, {"kernel": "torch"}, {"adjoint": "unrolled"}]
     ways = [training.how_steps_run(type("Settings", (), gpu | change)) for change in changes]
     assert ways == [training.GRAPHED, *[training.EAGER] * 5]

@@ -8,7 +8,7 @@ import pytest
 import study as script
 from nc_study import protocol
 from nc_study.config import settings_from
-from nc_study.protocol import CLAIMS, PRIMARY, RECIPE_B, TRIED, Rate, choose_rates, counts, of_own_rate, runs, trials
+from nc_study.protocol import CLAIMS, PRIMARY, RECIPE_B, TRIED, Rate, choose_rates, counts, has_own_rate, runs, trials
 from nc_study.reporting.verdicts import BANDS
 from nc_study.scheduler import plan
 from runs.files import to_json
@@ -79,9 +79,9 @@ def test_the_runs_of_a_part_are_the_registered_ones(part, chosen, tmp_path):
     assert {one.width for one in listed} == {64 if part in ("printed", "size") else 16}
     assert {one.epochs for one in listed} == {100 if part == "printed" else 30}
     on_gpu = [replace(one, device="cuda") for one in listed]
-    assert all(of_own_rate(one, protocol.rates()) == (part != "printed") for one in on_gpu)
-    assert not any(of_own_rate(one, protocol.rates()) for one in listed), "runs on a CPU are pilots"
-    assert not any(of_own_rate(replace(one, seed=0), protocol.rates()) for one in on_gpu)
+    assert all(has_own_rate(one, protocol.rates()) == (part != "printed") for one in on_gpu)
+    assert not any(has_own_rate(one, protocol.rates()) for one in listed), "runs on a CPU are pilots"
+    assert not any(has_own_rate(replace(one, seed=0), protocol.rates()) for one in on_gpu)
 
 
 def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
+from runs.paired import estimate
 
 from .. import figures
 from ..config import ARMS, Setting
@@ -13,7 +14,7 @@ from ..paper import COURSES, PAPER
 from ..record import GROUPS, Curves
 from .runs import Group, Run
 from .tables import broken
-from .verdicts import DEQ, estimate
+from .verdicts import DEQ
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """Classes of CIFAR-10."""
@@ -45,17 +46,17 @@ def pictures(group: Group) -> Iterator[Picture]:
 def _panels(group: Group, quantity: str) -> Iterator[figures.Panel]:
     """Make the panels of a quantity: the settings in which an arm and the explicit network share two seeds."""
     for setting in group.settings:
-        found = {arm: group.differences(setting, arm, "explicit", quantity) for arm in ARMS if arm != "explicit"}
-        if found := {arm: seeds for arm, seeds in found.items() if len(seeds) > 1}:
+        paired = {arm: group.differences(setting, arm, "explicit", quantity) for arm in ARMS if arm != "explicit"}
+        if paired := {arm: seeds for arm, seeds in paired.items() if len(seeds) > 1}:
             entry = {} if group.drawn else PAPER.get(setting, {})
             before, after = (getattr(entry.get(model), quantity, None) for model in ("explicit", "deq"))
-            networks = {(arm, seed): one for arm in found for seed, one in group.networks(setting, arm).items()}
+            networks = {(arm, seed): each for arm in paired for seed, each in group.networks(setting, arm).items()}
             yield figures.Panel(
                 title=setting.imbalance,
-                differences=found,
-                intervals={arm: estimate([list(seeds.values())]).interval for arm, seeds in found.items()},
+                differences=paired,
+                intervals={arm: estimate([list(seeds.values())]).interval for arm, seeds in paired.items()},
                 printed=after.mean - before.mean if before and after else None,
-                ringed=[key for key, one in networks.items() if broken(one)],
+                ringed=[key for key, network in networks.items() if broken(network)],
             )
 
 
@@ -66,12 +67,12 @@ def _course(group: Group) -> Figure:
     for setting in group.settings:
         number, ends = courses.get((setting.majority, setting.ratio), ("No course in the paper", ""))
         networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
-        curves = {arm: [network.curves for network in found] for arm, found in networks.items() if found}
+        curves = {arm: [network.curves for network in seeds] for arm, seeds in networks.items() if seeds}
         heading = f"{number}: {setting}" + (f" (in the paper {ends})" if ends else "")
         entry = {} if group.drawn else PAPER.get(setting, {})
         rows[heading] = curves
-        for model, one in entry.items():
-            known = {name: shown.mean for name in GROUPS if (shown := getattr(one, name))}
+        for model, accuracy in entry.items():
+            known = {name: shown.mean for name in GROUPS if (shown := getattr(accuracy, name))}
             printed.setdefault(heading, {})[DEQ if model == "deq" else model] = known
     return figures.study_figure(rows, printed)
 

@@ -6,7 +6,7 @@ from correctness import rounding
 from nc_study import models
 from nc_study.analysis import spectral_radius
 from nc_study.config import CELLS, MODELS, RUNNABLE, arm_options, settings_from
-from nc_study.models import Conv2d, build, cost, project
+from nc_study.networks import Conv2d, build, cost, project
 from study_helpers import shapes_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
