@@ -1,7 +1,5 @@
 """The documentation: its Python runs, its links lead somewhere, and its commands name files that exist."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The decision about the constants of Triton's sweeps, from times that a GPU might give."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """Invalid arguments end a script with status 2 and a line that names them, before anything is written."""
 
-from __future__ import annotations
-
 import shlex
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Damaged and hostile files give one line that names them, and take no other run with them."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """Data: the selection of LDAM-DRW, drawn shapes, crops and flips, CIFAR files that are whole, damaged or absent."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """The study's training steps as graphs, which are recordings without a GPU: see ``recorded``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from nc_study import training

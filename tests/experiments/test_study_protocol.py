@@ -1,7 +1,5 @@
 """The protocol: its list is ordered and fair to the arms, and the choice is the best trial's."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

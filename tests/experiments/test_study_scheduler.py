@@ -1,7 +1,5 @@
 """study.py: the runs of a table or figure, and their course: finished, failed, stopped, resumed."""
 
-from __future__ import annotations
-
 import study as script
 from nc_study.config import parse
 from runs.options import as_arguments

@@ -1,7 +1,5 @@
 """NC1-NC4 against their definitions, D x D matrices in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -18,9 +16,11 @@ from collapse_samples import (
     naive_simplex,
     rtol_on,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from deqfast import NeuralCollapse, neural_collapse
+from deqfast.metrics.statistics import ClassMeans, between_classes, svd_device
 from deqfast.ops.collapse import reference
 
 
@@ -167,3 +167,16 @@ def test_streaming_refuses_squares_that_overflow():
     metric = NeuralCollapse(2, streaming=True, num_features=3)
     with pytest.raises(ValueError, match="squares overflow float64"):
         metric.update(1e200 * torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2)
+
+
+def test_small_matrices_are_decomposed_on_the_host():
+    """What comes back is on the GPU."""
+    gpu, host = torch.device("cuda"), torch.device("cpu")
+    for shape, place in (((10, 512), host), ((512, 10), host), ((100, 2048), gpu), ((100, 512), gpu)):
+        assert svd_device(torch.Size(shape), gpu) == place and svd_device(torch.Size(shape), host) == host
+        with FakeTensorMode():
+            counts = torch.ones(shape[0], dtype=torch.float64, device=gpu)
+            local = torch.ones(shape, dtype=torch.float64, device=gpu)
+            between = between_classes(ClassMeans(counts, local, local[0]), "class-means", 0.0)
+            assert all(part.device.type == "cuda" for part in between)
+            assert between.whitening.shape == (shape[1], min(shape[0] - 1, shape[1]))

@@ -1,6 +1,4 @@
-"""The sound that networks fit, and its fits as files."""
-
-from __future__ import annotations
+"""The sound that networks fit, and its fits as files; Grad-CAM, its measures and its control."""
 
 import io
 import pickle
@@ -11,7 +9,7 @@ import pytest
 import separation
 import torch
 from scipy.io import wavfile
-from separation_study import audio, frame
+from separation_study import audio, frame, saliency
 from separation_study.claims import OPEN
 from separation_study.networks import Course
 
@@ -47,10 +45,10 @@ def wav(samples):
 def test_recording_is_mixed_cropped_to_its_loudest_second_and_resampled(tmp_path):
     left, right = (np.concatenate([np.zeros(RATE // 2), one, np.zeros(RATE)]) for one in (1.5 * TONE, 0.5 * TONE))
     (tmp_path / "one.wav").write_bytes(wav((10000 * np.stack([left, right], 1)).astype(np.int16)))
-    found = audio.read(tmp_path / "one.wav")
+    sound = audio.read(tmp_path / "one.wav")
     expected = 10000 * np.sin(2 * np.pi * 40 * np.arange(8000) / 8000)
-    assert found.shape == (8000,)
-    np.testing.assert_allclose(found[100:-100], expected[100:-100], atol=30)  # the ends ring
+    assert sound.shape == (8000,)
+    np.testing.assert_allclose(sound[100:-100], expected[100:-100], atol=30)  # the ends ring
 
 
 @pytest.mark.parametrize("encoding", audio.ENCODINGS)
@@ -71,12 +69,42 @@ def test_fits_lie_next_to_the_record_and_have_its_errors(run, tmp_path):
         rate, samples = wavfile.read(job.path.with_name(f"{unit}-{trained.name}.wav"))
         fit = torch.from_numpy(samples / 32767 * float(task.y.abs().max()))
         assert rate == audio.RATE
-        assert task.errors(lambda _, fit=fit: fit) == pytest.approx(
-            {n: trained.error(n) for n in audio.SHARES}, rel=1e-3
-        )
+        errors = {part: trained.error(part) for part in audio.SHARES}
+        assert task.errors(lambda _, fit=fit: fit) == pytest.approx(errors, rel=1e-3)
     assert (tmp_path / "out" / "quick" / "report.md").read_text().count(f"| {OPEN} |") == 4
 
     assert pickle.loads(pickle.dumps(experiment)).units(TINY) == experiment.units(TINY)  # as other processes get it
 
-    status, told = run(tone=wav(2 * TONE))  # another sound of that name
-    assert status == 1 and "was begun with recordings" in told
+    status, errors = run(tone=wav(2 * TONE))  # another sound of that name
+    assert status == 1 and "was begun with recordings" in errors
+
+
+SMALL = saliency.Sizes(images=20, seeds=1, epochs=1, per_class=2)
+
+
+def test_entropy_and_half_mass_of_known_maps():
+    one_hot = torch.zeros(4, 4)
+    one_hot[1, 2] = 5.0
+    maps = torch.stack([torch.full((4, 4), 0.3), one_hot, torch.tensor([[4.0, 2, 1, 1]] + [[0.0] * 4] * 3)])
+    assert [saliency.spread(one[None])["entropy"] for one in maps] == pytest.approx([4, 0, 1.75])
+    assert [saliency.spread(one[None])["half"] for one in maps] == [8, 1, 1]
+    found = saliency.spread(torch.cat([maps, torch.zeros(1, 4, 4)]))
+    assert found == pytest.approx({"entropy": 5.75 / 3, "half": 10 / 3, "empty": 0.25})
+    assert saliency.spread(torch.zeros(2, 4, 4)) == {"entropy": None, "half": None, "empty": 1.0}
+
+
+@pytest.mark.parametrize("arm", ["explicit", "deq-implicit"])
+def test_maps_are_grad_cams_and_the_control_changes_them_and_keeps_the_trunk(arm):
+    network, settings = saliency.train_small(arm, SMALL, 0)
+    images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    maps, classes = saliency.explain(network, images)
+    torch.testing.assert_close(classes, network(images).logits.argmax(1))
+    features = network.last(network.trunk(network.stem(images))).detach().requires_grad_()
+    logits = network.classifier(features.mean((2, 3))).gather(1, classes[:, None])
+    (gradient,) = torch.autograd.grad(logits.sum(), features)
+    torch.testing.assert_close(maps, (gradient.mean((2, 3), keepdim=True) * features).sum(1).relu().detach())
+    other = saliency.randomised(network, settings)
+    control, same = saliency.explain(other, images, classes)
+    assert maps.shape == (3, 4, 4) and torch.equal(same, classes)
+    assert not torch.allclose(control, maps, rtol=0.1, atol=0.1 * float(maps.max()))
+    torch.testing.assert_close(other.trunk(other.stem(images)), network.trunk(network.stem(images)))
