@@ -24,23 +24,23 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
 from harness.record import Row
-from harness.rivals import OWN, THEIRS
 from harness.tables import FORMS, Form, Table, digits, duration, scientific, slug, span, summary, table, times, written
 from harness.targets import TARGETS, Target
-from harness.textbook import TEXTBOOK
 from recording import write_bytes
 
 Runs = dict[str, list[Row]]  # provider -> its row of every run
 Text = Callable[[Runs], str]  # of a column of a table
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("shown.json").read_text())
+SHOWN: dict[str, Any] = json.loads(Path(__file__).with_name("shown.json").read_text())
 OURS, PEER, LAYER = "cpp", "torchdeq", "get_deq"
+SECTIONS = {"Layers": "training", "Step": "training step"}  # of the tables whose title is not their section
 MODEL_TIMES = {"forward": "forward_ms", "training": "ms"}  # heading -> column of a published model's row
 MARGIN = 0.05  # a smaller share of a time does not count
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # suffix of the names of the suite's problems: the scale of their injection
@@ -104,17 +104,20 @@ class Results:
         chosen = [record for record in self.records if bool(record.machine["gpu"]) == gpu]
         return sorted(chosen, key=lambda record: record.date) if gpu else chosen
 
-    def of(self, section: str) -> list[Record]:
+    def having(self, section: str) -> list[Record]:
         """Records of CPUs with their rows of a section, the most threads first; raises an error without any."""
-        own = [replace(one, rows=[row for row in one.rows if row["section"] == section]) for one in self.on_gpu(False)]
-        some = sorted((one for one in own if one.rows), key=lambda one: -one.threads)
+        own = [
+            replace(record, rows=[row for row in record.rows if row["section"] == section])
+            for record in self.on_gpu(False)
+        ]
+        some = sorted((record for record in own if record.rows), key=lambda record: -record.threads)
         return some or sys.exit(f"no record under benchmarks/results has rows of section {section!r}: measure it first")
 
     def cases(self, section: str) -> dict[str, Runs]:
         """Rows of each case, from the records with its most threads."""
         most: dict[str, int] = {}
         cases: dict[str, Runs] = {}
-        for record in self.of(section):
+        for record in self.having(section):
             for row in record.rows:
                 if most.setdefault(row["case"], record.threads) == record.threads:
                     cases.setdefault(row["case"], {}).setdefault(row["provider"], []).append(row)
@@ -122,10 +125,11 @@ class Results:
 
     def origin(self, section: str) -> str:
         """Origin of a table's numbers, from the records with the most threads."""
-        records = self.of(section)
-        most = [one for one in records if one.threads == records[0].threads]
+        records = self.having(section)
+        most = [record for record in records if record.threads == records[0].threads]
         where, when = (
-            "; ".join(dict.fromkeys(words)) for words in zip(*((one.where, one.when) for one in most), strict=True)
+            "; ".join(dict.fromkeys(words))
+            for words in zip(*((record.where, record.when) for record in most), strict=True)
         )
         return f"{where}, kernel `{OURS}`; torchdeq 0.1.0; commit {when}."
 
@@ -143,45 +147,29 @@ def centred(some: Sequence[float], form: Form = times) -> str:
 # Texts of columns. The number of several runs is their median.
 
 
-def of(column: str, *providers: str, partial: bool = False, form: Form | None = None) -> Text:
+def numbers(column: str, *providers: str, partial: bool = False, form: Form | None = None) -> Text:
     """Numbers of the providers, joined by " / "; "" if any is absent, except for `partial`."""
 
     def text(runs: Runs) -> str:
-        found = [values(runs, provider, column) for provider in providers]
-        parts = [(form(median(some)) if form else written(column, median(some))) if some else "" for some in found]
+        each = [values(runs, provider, column) for provider in providers]
+        parts = [(form(median(some)) if form else written(column, median(some))) if some else "" for some in each]
         return " / ".join(filter(None, parts)) if partial or all(parts) else ""
 
     return text
 
 
-def gain(peer: str, provider: str = OURS, form: Callable[[Sequence[float]], str] = centred) -> Text:
-    return lambda runs: form([row["gains"][peer] for row in runs.get(provider, []) if peer in row.get("gains", {})])
+def gain(peer: str, form: Callable[[Sequence[float]], str] = centred) -> Text:
+    return lambda runs: form([row["gains"][peer] for row in runs.get(OURS, []) if peer in row.get("gains", {})])
 
 
-def share(runs: Runs) -> str:
-    """Memory relative to torchdeq."""
-    own, theirs = (values(runs, provider, "peak_bytes") for provider in (OURS, PEER))
-    return times(median(own) / median(theirs)) if own and theirs else ""
+def share(column: str) -> Text:
+    """A column relative to torchdeq's."""
 
+    def text(runs: Runs) -> str:
+        own, theirs = (values(runs, provider, column) for provider in (OURS, PEER))
+        return times(median(own) / median(theirs)) if own and theirs else ""
 
-def suite_columns(time: str) -> dict[str, Text]:
-    """Columns of a section of the suite; `time`: the column of its rows that is shown."""
-    return {
-        "deqfast": of(time, OURS),
-        PEER: of(time, PEER),
-        "`torch` kernel": of(time, "torch"),
-        "the cell once": of(time, "explicit"),
-        "pseudo-inverse": of(time, "pinv"),
-        "gain over torchdeq": gain(PEER),
-        "gain over the pseudo-inverse": gain("pinv"),
-        "of its byte floor": of("floor_x", OURS),
-        "memory": lambda runs: of("peak_bytes", OURS)(runs) if values(runs, PEER, "peak_bytes") else "",
-        "torchdeq, memory": of("peak_bytes", PEER),
-        "memory relative to torchdeq": share,
-        "evaluations, deqfast / torchdeq": of("evaluations", OURS, PEER),
-        "residual, deqfast / torchdeq": of("residual", OURS, PEER),
-        "relative error": of("error", OURS),
-    }
+    return text
 
 
 def ratios(runs: Runs, column: str) -> list[float]:
@@ -194,66 +182,36 @@ def worst(column: str) -> Text:
     return lambda runs: scientific(largest) if (largest := max(values(runs, LAYER, column))) else "0"
 
 
-# Title -> section of the records, heading of its cases' names, and columns.
-TABLES: dict[str, tuple[str, str, dict[str, Text]]] = {
-    "Solves": ("solves", "case", suite_columns("solver_ms")),
-    "Layers": ("training", "case", suite_columns("ms_min")),
-    "FC": ("fc", "case", suite_columns("ms_min")),
-    "NC": ("nc", "case", suite_columns("ms_min")),
-    "Rivals": (
-        "rivals",
-        "case",
-        {provider: of("ms_min", provider) for provider in (*OWN, *THEIRS)}
-        | {"residuals": of("residual", "eager", *THEIRS, partial=True)},
-    ),
-    "Textbook": (
-        TEXTBOOK,
-        "case",
-        {
-            "deqfast": of("ms_min", OURS),
-            TEXTBOOK: of("ms_min", TEXTBOOK),
-            "gain": gain(TEXTBOOK, form=span),
-            "evaluations": of("evaluations", OURS, TEXTBOOK),
-            "residuals": of("residual", OURS, TEXTBOOK),
-        },
-    ),
-    "Step": (
-        "training step",
-        "networks",
-        {
-            "threads": of("threads", "deq"),
-            "explicit step": of("ms", "explicit"),
-            "DEQ step": of("ms", "deq"),
-            "evaluations": of("evaluations", "deq"),
-            "DEQ over explicit": of("times_explicit", "deq"),
-            "operations": of("flop_ratio", "deq"),
-            "time over operations": of("over_flop", "deq"),
-            "NC1-NC4 of an epoch": of("nc_share", "explicit"),
-            "paper, explicit": of("paper_hours", "explicit"),
-            "paper, DEQ": of("paper_hours", "deq"),
-        },
-    ),
-    "Models": (
-        "models",
-        "model",
-        {
-            "solver and gradient": lambda runs: runs[LAYER][0]["solver"],
-            "loss": worst("loss_error"),
-            "gradient": worst("gradient_error"),
-            "evaluations": of("evaluations", PEER, LAYER, form="{:g}".format),
-            "residual": of("residual", PEER, LAYER),
-            "forward": lambda runs: centred(ratios(runs, "forward_ms"), digits),
-            "training": lambda runs: centred(ratios(runs, "ms"), digits),
-        },
-    ),
+# First word of a column in shown.json -> its text from the other words. Any other first word is a column of the rows,
+# whose providers follow.
+TEXTS: dict[str, Callable[..., Text]] = {
+    "gain": gain,
+    "gains": partial(gain, form=span),
+    "share": share,
+    "paired": lambda column: lambda runs: numbers(column, OURS)(runs) if values(runs, PEER, column) else "",
+    "some": partial(numbers, partial=True),
+    "mean": partial(numbers, form="{:g}".format),
+    "worst": worst,
+    "ratio": lambda column: lambda runs: centred(ratios(runs, column), digits),
+    "of": lambda column: lambda runs: runs[LAYER][0][column],
 }
 
 
+def columns(section: str) -> dict[str, Text]:
+    """Columns of a table of shown.json, by their headings."""
+    specified = SHOWN["tables"][section]
+    if "time" in specified:
+        specified = {heading: text.replace("TIME", specified["time"]) for heading, text in SHOWN["suite"].items()}
+    words = {heading: text.split() for heading, text in specified.items()}
+    return {heading: TEXTS.get(kind, partial(numbers, kind))(*rest) for heading, (kind, *rest) in words.items()}
+
+
 def made(results: Results, title: str) -> Table:
-    """One of ``TABLES``."""
-    section, first, columns = TABLES[title]
+    """Table of a section, which is its title in lower case unless ``SECTIONS`` has it."""
+    section = SECTIONS.get(title, slug(title))
+    first = {"models": "model", "training step": "networks"}.get(section, "case")
     lines = [
-        {first: name} | {heading: text(runs) for heading, text in columns.items()}
+        {first: name} | {heading: text(runs) for heading, text in columns(title).items()}
         for name, runs in results.cases(section).items()
     ]
     return Table(title, lines)
@@ -262,8 +220,8 @@ def made(results: Results, title: str) -> Table:
 def judged(results: Results, target: Target) -> dict[str, str]:
     """Target, measured value, and whether all runs meet it; on a CPU those with the most threads."""
     records = results.on_gpu(target.on_gpu)
-    of_runs = [(one.threads, value) for one in records if (value := target.value(one.rows)) is not None]
-    some = [value for threads, value in of_runs if target.on_gpu or threads == max(of_runs)[0]]
+    all_runs = [(record.threads, value) for record in records if (value := target.value(record.rows)) is not None]
+    some = [value for threads, value in all_runs if target.on_gpu or threads == max(all_runs)[0]]
     missed = sum(not target.met(value) for value in some)
     state = f"missed in {missed} of {len(some)} runs" if missed else "met"
     if not some:
@@ -277,7 +235,7 @@ def targets(results: Results) -> Table:
     return Table("Targets", [judged(results, target) for target in TARGETS])
 
 
-def of_models(results: Results) -> dict[str, str]:
+def model_facts(results: Results) -> dict[str, str]:
     """Median of the ratios of all published models and of the whole ones, and how many of them gain.
 
     A model gains if its training step is shorter by ``MARGIN`` in every run, and loses if it is longer by that.
@@ -308,22 +266,23 @@ def layers(results: Results) -> list[str]:
 
     Evaluations and residuals are deqfast's and torchdeq's. On a GPU the evaluations are in brackets.
     """
-    columns, lines = suite_columns("ms_min"), []
+    texts, lines = columns("Layers"), []
     for name, runs in results.cases("training").items():
         short = {"training step": name} | {
-            title: columns[title](runs) for title in ("deqfast", PEER, "gain over torchdeq")
+            title: texts[title](runs) for title in ("deqfast", PEER, "gain over torchdeq")
         }
-        short |= {what: columns[f"{what}, deqfast / torchdeq"](runs) for what in ("evaluations", "residual")}
+        short |= {what: texts[f"{what}, deqfast / torchdeq"](runs) for what in ("evaluations", "residual")}
         for record in results.on_gpu(True):
             rows = {row["provider"]: row for row in reversed(record.rows) if row["case"] == name}
             if "cuda" in rows and PEER in rows:
                 both = f"{rows['cuda']['evaluations']} / {rows[PEER]['evaluations']}"
                 short[f"gain, {record.machine['gpu']}"] = f"{span([rows['cuda']['gains'][PEER]])} ({both})"
         lines.append(short)
-    trained = [one for one in results.on_gpu(True) if any(row["section"] == "training" for row in one.rows)]
+    trained = [record for record in results.on_gpu(True) if any(row["section"] == "training" for row in record.rows)]
     trained.sort(key=results.records.index)
     on_gpus = [
-        f"{one.machine['gpu']}: kernel `cuda`, torch {one.machine['torch']}; commit {one.when}." for one in trained
+        f"{record.machine['gpu']}: kernel `cuda`, torch {record.machine['torch']}; commit {record.when}."
+        for record in trained
     ]
     return [*Table("", lines).lines(names=SHOWN["layers"]), "", results.origin("training"), *on_gpus]
 
@@ -407,18 +366,18 @@ def on_gpus(results: Results) -> list[Table]:
 def sources(results: Results) -> Table:
     rows = [
         {
-            "record": f"[{one.path.name}](results/{one.path.name})",
-            "machine": one.where,
-            "commit, date": one.when,
-            "command, remark": "; ".join(filter(None, [f"`{one.command}`", one.remark])),
+            "record": f"[{record.path.name}](results/{record.path.name})",
+            "machine": record.where,
+            "commit, date": record.when,
+            "command, remark": "; ".join(filter(None, [f"`{record.command}`", record.remark])),
         }
-        for one in results.records
+        for record in results.records
     ]
     return Table("Records", rows)
 
 
 def tables(results: Results) -> list[Table]:
-    solves, layers, fc, nc, rivals, textbook, step, models = (made(results, title) for title in TABLES)
+    solves, layers, fc, nc, rivals, textbook, step, models = (made(results, title) for title in SHOWN["tables"])
     some = [targets(results), solves, layers, fc, nc, rivals, textbook, *races(results), step, models]
     return [*some, sources(results), *on_gpus(results)]
 
@@ -427,7 +386,7 @@ def options(results: Results) -> Table:
     """A line for each provider of each case of the options."""
     lines = [
         {"row": f"{name}.{provider}"}
-        | {column: of(column, provider)(runs) for column in SHOWN["columns"]}
+        | {column: numbers(column, provider)(runs) for column in SHOWN["columns"]}
         | {"error": span(values(runs, provider, "error"), digits)}  # not a rounding error, but a share
         for name, runs in results.cases("options").items()
         for provider in runs
@@ -435,45 +394,31 @@ def options(results: Results) -> Table:
     return Table("Options", lines)
 
 
-def option_lines(results: Results, block: str, *columns: str) -> list[str]:
-    """Lines of the table of the options with headings for readers, of the rows of a block."""
-    rows = [
-        {SHOWN["columns"].get(column, "case"): text for column, text in row.items()} for row in options(results).rows
-    ]
-    return Table("", rows).lines(columns, SHOWN[block])
-
-
 def gradients(results: Results) -> Table:
     """Time of each adjoint's gradient, and its error, on each cell."""
     rows = {row["row"]: row for row in options(results).rows}
-    titles = {
-        "error": "error",
-        "evaluations": "evaluations",
-        "products": "backward_evaluations",
-        "memory": "peak_bytes",
-    }
-    lines = [
-        {"adjoint": shown}
-        | {
-            f"{cell}: {title}": rows[f"{case}.{adjoint}"][column]
-            for case, cell in SHOWN["cells"].items()
-            for title, column in titles.items()
-        }
-        for adjoint, shown in SHOWN["adjoints"].items()
-    ]
-    return Table("", lines)
+    return Table(
+        "",
+        [
+            {"adjoint": shown}
+            | {
+                f"{cell}: {title}": rows[f"{case}.{adjoint}"][column]
+                for case, cell in SHOWN["cells"].items()
+                for title, column in SHOWN["gradient columns"].items()
+            }
+            for adjoint, shown in SHOWN["adjoints"].items()
+        ],
+    )
 
 
 def blocks(results: Results) -> dict[str, list[str]]:
     """Lines of each block of numbers by its name: every table, and the blocks of README and the documentation."""
-    named = {slug(one.title): one for one in tables(results)}
+    named = {slug(part.title): part for part in tables(results)}
     promised = [row for row in named["targets"].rows if row["measured"] or "until" in row["state"]]
     solves, gpus = named["solves"], on_gpus(results)
     few = ["deqfast", "torchdeq", "gain over torchdeq", "memory relative to torchdeq"]
-    counted = ("time", "evaluations", "samples computed", "samples missed", "relative error", "memory")
-    learned = ("evaluations per sample", "accuracy", "accuracy after three evaluations", "spectral radius")
     on_a_gpu = ["time", "per iteration", "gain over", "of its byte floor"]
-    return {name: one.lines() for name, one in named.items()} | {
+    return {name: part.lines() for name, part in named.items()} | {
         "targets": Table("", promised).lines(),
         "solvers": [*solves.lines(names=SHOWN["solvers"]), "", results.origin("solves")],
         "solvers in short": [*solves.lines(few, SHOWN["solvers"]), "", results.origin("solves")],
@@ -481,20 +426,18 @@ def blocks(results: Results) -> dict[str, list[str]]:
         "residual and machine": [*named["residual"].lines(), "", results.origin("residual")],
         "models and machine": [*named["models"].lines(), "", results.origin("models"), clones(results)],
         "gradients": gradients(results).lines(),
-        "options": [*option_lines(results, "options", *counted), "", results.origin("options")],
-        "digits": option_lines(results, "digits", *learned),
-        "gpu in short": [line for one in gpus for line in (*one.lines(on_a_gpu, SHOWN["gpu in short"]), "")],
-        "gpus": [line for one in gpus for line in (f"### {one.title}", "", *one.lines(), "", one.words)]
+        "gpu in short": [line for part in gpus for line in (*part.lines(on_a_gpu, SHOWN["gpu in short"]), "")],
+        "gpus": [line for part in gpus for line in (f"### {part.title}", "", *part.lines(), "", part.words)]
         or ["Not yet run on a GPU: no GPU time is reported. `bash benchmarks/gpu.sh` measures those targets."],
     }
 
 
 def facts(results: Results) -> dict[str, str]:
     """Numbers that sentences may quote: every entry of every table, the options' gains, counts of targets."""
-    known = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
+    known = {key: text for part in (*tables(results), options(results)) for key, text in part.facts().items()}
     known |= {"layers.all.over-the-cell-once": costs(results), **layers_in_float32(results)}
     known |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
-    known |= of_models(results)
+    known |= model_facts(results)
     counts = Counter(re.split(r" in | until |:", row["state"])[0] for row in targets(results).rows)
     known |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
     known["targets.until-measured"] = str(sum("until" in row["state"] for row in targets(results).rows))
@@ -586,7 +529,7 @@ def wrong_numbers(text: str, known: Mapping[str, str]) -> Iterator[str]:
             continue
         number = re.sub(r" \(\d+\)$", "", known[key])  # without the count after a mean
         allowed = [known[key], number.partition(" of ")[0], *filter(None, re.split(r" \(|\)| / ", number))]
-        if not any(re.search(rf"(?<![\w.,-]){re.escape(one)}$", before) for one in allowed):
+        if not any(re.search(rf"(?<![\w.,-]){re.escape(form)}$", before) for form in allowed):
             yield f"line {line}: {key} is {known[key]}, the text says …{before[-20:]!r}"
 
 
@@ -605,7 +548,7 @@ def run(check: bool) -> list[str]:
         ("time_to_residual.png", "residual course", DRAWN, draw),
         ("gradient_error.png", "options", tuple(SHOWN["gradients"]), draw_gradients),
     ):
-        figure, runs = ROOT / "benchmarks" / "results" / name, results.of(section)
+        figure, runs = ROOT / "benchmarks" / "results" / name, results.having(section)
         origin = f"First of {len(runs)} runs. {results.origin(section)}".replace("`", "")
         rows = [row for row in runs[0].rows if row["case"] in cases]
         digest = hashlib.sha256(json.dumps([rows, origin]).encode()).hexdigest()
@@ -630,7 +573,7 @@ def main(argv: list[str] | None = None) -> None:
         records = Results.read(given.show, "*.json*").records  # .json.part is of an incomplete run
         if not records:
             sys.exit(f"--show {given.show}: no records (*.json) there")
-        print("\n".join(summary([row for one in records for row in one.rows])))
+        print("\n".join(summary([row for record in records for row in record.rows])))
     elif given.facts:
         known = facts(Results.read(ROOT / "benchmarks" / "results"))
         print("\n".join(f"{key:<40} {text}" for key, text in known.items()))

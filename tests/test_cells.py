@@ -456,12 +456,10 @@ class TestSubhomogeneous:
         assert all(parameter.grad.isfinite().all() for parameter in cell.parameters())
 
     @every_kind
-    def test_exports_compiled_cells_copies_and_empty_batches(self, kernel_size):
+    def test_half_precision_copies_and_empty_batches(self, kernel_size):
         block = DEQBlock(self.cell(kernel_size).float(), Picard(1e-4, 100)).eval()
         x = self.inputs(kernel_size).float()
         z = block(x)
-        assert_close(torch.export.export(block, (x,)).module()(x), z, EPS)
-        assert_close(torch.compile(block.cell, fullgraph=True, backend="eager")(z, x), block.cell(z, x), EPS)
         assert_close(pickle.loads(pickle.dumps(block))(x), z, EPS)
         assert block(x[:0]).shape == z[:0].shape
         half = copy.deepcopy(block).bfloat16()(x.bfloat16())

@@ -46,10 +46,9 @@ def triton_kernels() -> tuple[str, Rows]:
     """Name of the baseline, and a row per kernel and specialisation."""
     rows: Rows = {}
     for entry in ahead_of_time():
-        case = entry["case"]
-        dtypes = "/".join(filter(None, (case["state"], case["history"])))
-        parts = [case["kernel"], dtypes, case["method"], f"window={case['window']}", f"size={case['size']}"]
-        parts += [f"warps={case['warps']}"] if case["warps"] else []
+        dtypes = "/".join(filter(None, (entry["state"], entry["history"])))
+        parts = [entry["kernel"], dtypes, entry["method"], f"window={entry['window']}", f"size={entry['size']}"]
+        parts += [f"warps={entry['given_warps']}"] if entry["given_warps"] else []
         row = rows.setdefault(" ".join(filter(None, parts)), {})
         row |= {f"{name} sm_{entry['arch']}": entry[name] for name in MEASURED}
     minor = ".".join(importlib.metadata.version("triton").split(".")[:2])  # patch releases share a baseline

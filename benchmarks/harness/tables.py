@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from .record import Row
 from .targets import verdicts
@@ -87,14 +88,14 @@ class Table:
             return []
         first, *others = self.rows[0]
         used = [name for name in columns or others if any(row[name] for row in self.rows)]
-        found: Sequence[Mapping[str, str]] = self.rows
+        rows: Sequence[Mapping[str, str]] = self.rows
         if names is None:
-            names = {row[first]: row[first] for row in found}
+            names = {row[first]: row[first] for row in rows}
         else:
             order = list(names)
-            found = sorted((row for row in found if row[first] in names), key=lambda row: order.index(row[first]))
-        rows = [[names[row[first]], *(row[name] for name in used)] for row in found]
-        return [[first, *used], *rows]
+            rows = sorted((row for row in rows if row[first] in names), key=lambda row: order.index(row[first]))
+        lines = [[names[row[first]], *(row[name] for name in used)] for row in rows]
+        return [[first, *used], *lines]
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
         """Lines of the table in Markdown."""
@@ -104,12 +105,11 @@ class Table:
 
     def facts(self) -> dict[str, str]:
         """Numbers by the names of table, row and column; for several rows of one name "2.71 ms and 2.37 ms"."""
-        found: dict[str, list[str]] = {}
-        for (_, name), *texts in (row.items() for row in self.rows):
-            for column, text in texts:
-                told = found.setdefault(".".join(map(slug, (self.title, name, column))), [])
-                told += [text] * (bool(text) and text not in told)
-        return {key: " and ".join(told) for key, told in found.items() if told}
+        facts: dict[str, dict[str, None]] = {}  # key -> its texts, in their order
+        for (_, name), *entries in (row.items() for row in self.rows):
+            for column, text in filter(itemgetter(1), entries):
+                facts.setdefault(".".join(map(slug, (self.title, name, column))), {})[text] = None
+        return {key: " and ".join(texts) for key, texts in facts.items()}
 
 
 COLUMNS = {  # heading -> column of a measured row
@@ -138,8 +138,8 @@ def table(rows: Sequence[Row], title: str = "") -> Table:
     for row in rows:
         if "skipped" not in row:
             line = {"row": f"{row['section']} {row['case']} {row['provider']}"}
-            told = {"ms_min": row["ms"], **row} if "ms" in row else row
-            line |= {heading: written(column, told.get(column)) for heading, column in COLUMNS.items()}
+            shown = {"ms_min": row["ms"], **row} if "ms" in row else row
+            line |= {heading: written(column, shown.get(column)) for heading, column in COLUMNS.items()}
             line["gain over"] = ", ".join(f"{peer} {times(gain)}" for peer, gain in row.get("gains", {}).items())
             lines.append(line | {"fault": row.get("fault", "")})
     notes = [f"{count} skipped, {reason}." for reason, count in skipped.items()]
@@ -150,12 +150,12 @@ def summary(rows: Sequence[Row], judged: bool = True) -> list[str]:
     """Table for every section, padded for a terminal; with `judged`, also the targets that the rows decide."""
     lines = ["Least of the rounds. Rounds of all providers of a case interleave with a copy, which gives the floor."]
     for section in dict.fromkeys(row["section"] for row in rows):
-        found = table([row for row in rows if row["section"] == section])
-        texts = found.texts()
+        part = table([row for row in rows if row["section"] == section])
+        texts = part.texts()
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
-        lines += ["", section, *padded, *filter(None, [found.words])]
-    told = [verdict for verdict in verdicts(rows) if verdict[2] is not None] if judged else []
-    lines += ["", "targets, set for a quiet machine"] * bool(told)
-    lines += [f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}" for target, value, met in told]
+        lines += ["", section, *padded, *filter(None, [part.words])]
+    decided = [verdict for verdict in verdicts(rows) if verdict[2] is not None] if judged else []
+    lines += ["", "targets, set for a quiet machine"] * bool(decided)
+    lines += [f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}" for target, value, met in decided]
     return lines

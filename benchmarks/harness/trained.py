@@ -31,7 +31,7 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     if not folder.finished:
         raise StudyError(f"{run} is not the folder of a finished run: it has no result.json")
     recorded = {name: value for name, value in vars(folder.result.settings).items() if value is not None}
-    here = {"device": "cpu", "kernel": "auto", "compile": False, "data_root": str(data_root or "data")}
+    here = {"device": "cpu", "kernel": "auto", "data_root": str(data_root or "data")}
     settings = settings_from(**(recorded | here))
     network = build(settings)
     if settings.model != "deq" or not (state := folder.restore()):

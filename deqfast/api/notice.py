@@ -71,16 +71,11 @@ class Notice:
             self.pending = solution.arriving or Arriving(values(solution.status))
 
     def _judge(self, counts: list[int]) -> None:
-        unsolved: dict[Status, int] = {}
-        for status in self.asked:
-            if counts[status]:
-                unsolved[status] = counts[status]
+        unsolved = list(filter(counts.__getitem__, self.asked))
         if not unsolved:
             return
         samples, self.asked = sum(counts), [status for status in self.asked if status not in unsolved]
-        said = "; ".join(
-            f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in unsolved.items()
-        )
+        said = "; ".join(f"{counts[s]} of {samples} samples ended with {s.name}: {REMEDIES[s]}" for s in unsolved)
         warn(f"deqfast: in a {self.kind} solve, {said}. Shown once; {self.more}")
 
     def __getstate__(self) -> dict[str, object]:

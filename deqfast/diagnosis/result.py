@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._checks import matplotlib_figure
 from ..gradients import Adjoint
 from ..solution import Status
 from ..solvers import Picard, Solver
@@ -171,11 +172,7 @@ class Diagnosis:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("Diagnosis.figure needs matplotlib: pip install matplotlib") from error
-        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        figure = matplotlib_figure("Diagnosis.figure", 11, 3.4)
         residual, length, *gradient = figure.subplots(1, 3 if self.gradients else 2)
         for run in self.runs:
             steps = range(1, len(run.residual) + 1)

@@ -55,15 +55,19 @@ class DeviceLoop:
     Args:
         evaluate: calls f.
         rule: rule for an f that has returned this value.
+        counted: evaluations that the beginning has at least.
 
     Attributes:
         first: evaluations in the beginning.
         most: passes that may follow.
     """
 
-    def __init__(self, evaluate: Evaluation, solver: Solver, rule: Callable[[Any], StopRule], state: State) -> None:
+    def __init__(
+        self, evaluate: Evaluation, solver: Solver, rule: Callable[[Any], StopRule], state: State, counted: int = 0
+    ) -> None:
         self.state, self.max_iter = state, solver.max_iter
-        self.first = 2 - self.max_iter % 2
+        counted = max(counted, 1)
+        self.first = counted + (self.max_iter - counted) % EACH
         self.most = (self.max_iter - self.first) // EACH
         self._evaluate, self._solver, self._rule = evaluate, solver, rule
         self._step: Step | None = None

@@ -125,21 +125,14 @@ class _OnValues(_OfCall):
 
 @dataclass(frozen=True)
 class Linearisation:
-    """Linearisation of a function at a state, in the other tensors that are differentiated.
-
-    Attributes:
-        f: the function.
-        state, rows, others: its arguments.
-        chosen: positions, among rows and others, of the tensors to differentiate in.
-        members: number of members of vmaps folded into the rows.
-    """
+    """Linearisation of f(state, rows, others) at a state, in the other tensors that are differentiated."""
 
     f: StateFunction
     state: Tensors
     rows: Tensors
     others: Tensors
-    chosen: list[int]
-    members: int
+    chosen: list[int]  # positions, among rows and others, of the tensors to differentiate in
+    members: int  # of vmaps, folded into the rows
 
     def pull(self, grads: Tensors) -> Tensors:
         """Gradients in the chosen tensors, for gradients of f."""

@@ -126,16 +126,13 @@ def neural_collapse(
         labels: (N,), uint8 or a signed integer dtype, values in [0, num_classes), on the device of ``features``.
         classifier_weight: (num_classes, D), a dtype and the device as above. Without it NC3 and NC4 are None.
         num_classes: number of classes; None takes the rows of ``classifier_weight``, else the largest label plus one.
-        rtol: singular values of the centred class means up to ``rtol`` times the largest count as 0, in [0, 0.99]. For
-            means that nearly coincide it decides the result: see ``rank`` and ``condition``. None is 16 eps of the
-            dtype of ``features``; of float32 for float16 and bfloat16, whose roundings average out in the means.
-            Singular values within the float64 rounding of the means are never kept.
+        rtol: singular values of the centred class means up to ``rtol`` times the largest count as 0, in [0, 0.99], as
+            do those within float64's rounding. It decides the result if means nearly coincide: see ``condition``. None
+            is 16 eps of the dtype of ``features``, but of float32 for shorter ones: roundings average out in the means.
         center: c, "class-means" for their mean or "samples" for the mean of all samples; None: the convention's.
-        kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4.
-            "auto" is cpp on the CPU; on CUDA tensors cuda, else triton. If these are not available it is torch, with a
-            warning. Features whose rows have gaps between their elements are copied first.
-        geometry: also measure how near class means and classifier are to what the class sizes predict. The means are
-            not centred then, and torch makes one more pass over the features.
+        kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4. "auto"
+            is cpp on a CPU, else cuda, triton, or torch with a warning. Rows with gaps are copied first.
+        geometry: also measure ``class_geometry``, of means that are not centred. torch makes one more pass.
         classifier_bias: (num_classes,), a dtype and the device as above; None is 0. It enters NC4 and, in ``geometry``,
             ``logits``. It needs ``classifier_weight``. NC3 ignores it in every convention.
         convention: "sun", "papyan", "zhu" or "kothapalli", see above.
@@ -169,13 +166,12 @@ def neural_collapse(
     samples = Samples.grouped(features, labels, check_label_range(labels, num_classes))
 
     samples, stats = statistics.class_means(samples, chosen)
-    excluded, counts = features.shape[0] - len(samples.rows), stats.counts
+    excluded, counts = features.shape[0] - samples.count, stats.counts
     samples, stats, classifier = statistics.drop_empty_classes(samples, stats, classifier)
     if samples.num_classes == 0:
         return undefined(excluded, convention, classifier, True, len(counts) if per_class else None)
-    between = statistics.between_classes(
-        stats, center, statistics.default_rtol(features.dtype) if rtol is None else rtol
-    )
+    rtol = statistics.default_rtol(features.dtype) if rtol is None else rtol
+    between = statistics.between_classes(stats, center, rtol)
     means, project = stats.means, chosen.op("within_class_scatter")
     within = project(samples.features, samples.rows, samples.offsets, means, between.whitening)
     agreement = None

@@ -14,13 +14,13 @@ SOLVERS: tuple[type[Solver], ...] = (Broyden, Anderson, Picard, Auto)
 _BY_NAME = {kind.__name__.lower(): kind for kind in SOLVERS}
 
 
-def as_solver(solver: str | Solver) -> Solver:
+def as_solver(solver: str | Solver, argument: str = "solver") -> Solver:
     """Return the solver itself, or the solver of that name with default settings.
 
     Raises:
         ValueError: `solver` is neither, nor "picard", "anderson", "broyden" or "auto".
     """
-    return object_named("solver", solver, Solver, _BY_NAME)
+    return object_named(argument, solver, Solver, _BY_NAME)
 
 
 __all__ = ["SOLVERS", "Anderson", "Auto", "Broyden", "MixedAnderson", "Picard", "Solver", "as_solver"]

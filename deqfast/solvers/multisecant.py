@@ -7,6 +7,7 @@ Programming 63 (1994); Anderson as a multisecant method: Fang and Saad, Numer. L
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -148,5 +149,5 @@ class Multisecant(Solver):
         pairs = state.iterations - 2  # of values of f that a step followed
         newest, count = pairs - 1, pairs.clamp(0, state.left.shape[1] - 1)
         method, _, beta, ridge = self.method()
-        product = state.kernel.op("multisecant_transposed")
+        product: Callable[..., Tensor] = state.kernel.op("multisecant_transposed")
         return product(v, state.left, state.df, state.gram, newest, count, method, 1.0, beta, ridge)

@@ -56,7 +56,7 @@ def residual_floor(
     units = [torch.finfo(dtype).eps for dtype in values.union(states)]
     if torch.is_autocast_enabled(device.type):
         units.append(torch.finfo(torch.get_autocast_dtype(device.type)).eps)
-    floor = _UNITS_OF_VALUES * max(units)
+    floor: float = _UNITS_OF_VALUES * max(units)
     return max(floor, _UNITS_OF_FACTORS * products_eps) if values & {torch.float32, torch.complex64} else floor
 
 

@@ -237,6 +237,7 @@ class Packing:
         is_rows, rows_of_value = self.is_rows, self.rows_of_value
 
         def pack(value: Any) -> Tensor:
+            rows: Tensor = value
             if not (
                 is_rows
                 and isinstance(value, Tensor)
@@ -245,8 +246,8 @@ class Packing:
                 and value.is_contiguous()
                 and value.device == device
             ):
-                value = rows_of_value(value)
-            return value.clone() if -size < value.data_ptr() - first < size else value
+                rows = rows_of_value(value)
+            return rows.clone() if -size < rows.data_ptr() - first < size else rows
 
         return pack
 

@@ -31,7 +31,7 @@ from torch.nn.functional import mse_loss
 
 import deqfast
 
-from .frame import Example, Options, Outcome, Record, Run, descend
+from .frame import Example, Outcome, Record, Run, Training, descend
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
 FOLDERS = {"train": "Train400", "restored": "Set12", "denoised": "BSD68"}
@@ -40,7 +40,7 @@ STEPS_OF_TWIN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restoration(Options):
+class Restoration(Training):
     """Options of the model."""
 
     all_arms = ARMS
@@ -119,7 +119,8 @@ class Restorer(nn.Module):
         self.step = Step(Denoiser(options.width, options.depth))
         self.steps = {"explicit-parameters": 1, "explicit-compute": STEPS_OF_TWIN}.get(arm, 0)
         solver = deqfast.Anderson(rtol=options.tol, max_iter=40, history_size=5)
-        self.block = deqfast.DEQBlock(self.step, solver, adjoint="jfb", warn=False, trace=True)
+        rows = Measurement(True, True, True)  # type: ignore[arg-type]  # each tensor has a row per image
+        self.block = deqfast.DEQBlock(self.step, solver, "jfb", warn=False, trace=True, per_sample=rows)
 
     def forward(self, known: Measurement) -> tuple[Tensor, deqfast.Solution | None]:
         """Return restored images, and for the equilibrium the Solution."""
@@ -180,27 +181,38 @@ def psnr(x: Tensor, truth: Tensor) -> float:
     return -10 * math.log10(float((x.clamp(0, 1) - truth).square().mean()))
 
 
+def trained(run: Run) -> tuple[Restorer, torch.optim.Optimizer, Callable[[Any], Any]]:
+    """The model of an arm, its optimiser, and its step: from (what is given, images) to loss and Solution."""
+    model = Restorer(run.arm, run.options).to(run.options.device)
+    optimizer = torch.optim.Adam(model.parameters(), **run.fused)
+
+    def learn(batch: tuple[Measurement | Tensor, Tensor]) -> tuple[Tensor, deqfast.Solution | None]:
+        given, clean = batch
+        output, solution = model(given) if isinstance(given, Measurement) else (model.step.denoiser(given), None)
+        loss = mse_loss(output, clean)
+        descend(loss, optimizer, clip=0.1)
+        return loss.detach(), solution
+
+    return model, optimizer, run.stepped(learn, optimizer)
+
+
 def train(run: Run) -> Outcome:
     """Train the denoiser, then an arm around it, and measure it."""
     options: Restoration = run.options
     name, data = load(options)
-    model = Restorer(run.arm, options)
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer, learn = trained(run)
     for step in run.steps(options.pretraining + options.steps, model=model, optimizer=optimizer):
         restoring = step >= options.pretraining
         part, whole = (step - options.pretraining, options.steps) if restoring else (step, options.pretraining)
         optimizer.param_groups[0]["lr"] = options.lr * (0.5 + 0.5 * math.cos(math.pi * part / whole))
         clean = patches(data["train"], options)
-        if restoring:
-            output, solution = model(measure(options.task, clean))
-            run.rows += [{"evaluations": float(solution.iterations.float().mean())}] if solution else []
-        else:
-            output = model.step.denoiser(clean + DENOISED * torch.randn_like(clean))
+        given = measure(options.task, clean) if restoring else clean + DENOISED * torch.randn_like(clean)
         if step == options.pretraining - 1:
-            run.rows.append({"step": step, "denoised": denoised(model.step.denoiser, data["denoised"])})
-        loss = mse_loss(output, clean)
-        descend(loss, optimizer, clip=0.1)
-    scores, shown = evaluate(model.eval(), data["restored"], options)
+            noisy = denoised(lambda x: model.step.denoiser(run.on_device(x)).cpu(), data["denoised"])
+            run.rows.append({"step": step, "denoised": noisy})
+        _, solution = learn((given, clean))
+        run.rows += [{"evaluations": float(solution.iterations.float().mean())}] if solution else []
+    scores, shown = evaluate(model.eval().cpu(), data["restored"], options)
     first, *solves = run.rows
     scores = {"PSNR": scores.pop("PSNR"), "denoising PSNR": first["denoised"], **scores}
     if solves:
@@ -209,7 +221,7 @@ def train(run: Run) -> Outcome:
 
 
 @torch.no_grad()
-def denoised(denoiser: nn.Module, images: Sequence[Tensor]) -> float:
+def denoised(denoiser: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> float:
     """Mean PSNR over whole images at sigma = 25, with one draw of the noise."""
     generator = torch.Generator().manual_seed(0)
     noisy = [one + DENOISED * torch.randn(one.shape, generator=generator) for one in images]

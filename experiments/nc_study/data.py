@@ -144,7 +144,7 @@ def find_source(dataset: str, root: Path) -> Source:
     except _CannotHave as reason:
         if dataset == "auto":
             return Source("shapes", str(reason))
-        advice = "put its files under --data-root (docs/pages/faq.md), or take --dataset shapes, which needs none"
+        advice = "put its files under --data-root (experiments/README.md), or take --dataset shapes, which needs none"
         raise StudyError(f"--dataset {name}: {reason}; {advice}") from reason
     except OSError as error:
         raise StudyError(f"--data-root {root}: {error}") from error

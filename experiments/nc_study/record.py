@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runs.provenance import Recorded
+from runs.steps import EAGER, GRAPHED
 
 from .config import ARMS, Experiment, Setting
 
 FORMAT = 5  # increased when a name or a meaning in a record changes
-EAGER, GRAPHED = "eager", "graphed"  # how training steps ran
 AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
 GROUPS = ("overall", "majority", "minority")
 SHOTS = ("many", "medium", "few")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from runs.options import StudyError
+from runs.steps import EAGER, GRAPHED, graphed, state_of
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -20,7 +21,7 @@ from .config import Settings
 from .data import StudyData
 from .moments import Arrays, moments
 from .networks import build, project
-from .record import AVERAGED, EAGER, GRAPHED, GROUPS, SHOTS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
+from .record import AVERAGED, GROUPS, SHOTS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 250  # on a CPU, with 1000 the explicit network takes a third longer per image
@@ -130,17 +131,16 @@ class Trainer:
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
         )
         self.steps = how_steps_run(settings)
-        self._step = deqfast.make_graphed_step(self._whole_step) if self.steps == GRAPHED else self._whole_step
-        self._rate = torch.tensor(settings.lr, device=data.train_images.device)  # of graphs, which would repeat a float
+        self._step: Any = self._whole_step
+        if self.steps == GRAPHED:
+            self._step = graphed(self._step, self.optimizer, data.train_images.device)
         # If the first step is skipped, the momenta that it makes would stay unset.
         for parameter in self.network.parameters() if settings.momentum else ():
             self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def state(self, epoch: int) -> dict[str, Any]:
         """State on which the epochs after `epoch` depend."""
-        optimizer = self.optimizer.state_dict()
-        optimizer["param_groups"][0]["lr"] = float(optimizer["param_groups"][0]["lr"])
-        return {"epoch": epoch, "network": self.network.state_dict(), "optimizer": optimizer}
+        return {"epoch": epoch, "network": self.network.state_dict(), "optimizer": state_of(self.optimizer)}
 
     def run_epoch(self, epoch: int, progress: tqdm[Any]) -> tuple[Epoch, Arrays | None]:
         """Train for an epoch; test and measure neural collapse when they are due. Return the epoch's line, and the
@@ -184,9 +184,6 @@ class Trainer:
     def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
         """Make a step of the optimiser, if any sample of the whole batch is kept. Return loss, right answers and number
         of kept samples. The host waits only for the solve, and for nothing if steps are graphs."""
-        group = self.optimizer.param_groups[0]
-        if self.steps == GRAPHED and group["lr"] is not self._rate:
-            group["lr"] = self._rate.fill_(group["lr"])
         sums, solves = self._step((images, labels))
         if solves is not None:
             tally.add_sums(solves)

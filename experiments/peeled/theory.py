@@ -100,7 +100,7 @@ def relative_distance(value: Tensor, target: Tensor) -> float:
 
 def gram_condition(backbone_means: Tensor, e_h: float) -> dict[str, int]:
     """Count the entries that meet Theorem 4.1's E_H < 2 S_ij - m_ij < 1/(1-E_H), m the Gram matrix of h0's class means;
-    docs/pages/study.md proves that not all can."""
+    docs/pages/separation.md proves that not all can."""
     entries = 2 * simplex_gram(len(backbone_means)) - backbone_means @ backbone_means.T
     return {"met": int(((entries > e_h) & (entries < 1 / (1 - e_h))).sum()), "entries": entries.numel()}
 

@@ -80,8 +80,8 @@ def test_a_run_that_was_cut_off_counts_all_evaluations(tmp_path, cut_off):
 
 
 def test_the_commands_of_the_pages_are_understood():
-    pages = "".join(page.read_text() for page in (EXPERIMENTS.parent / "docs" / "pages").glob("*.md"))
-    commands = re.findall(r"^python experiments/model\.py (\w+)((?: [^#\n]+)?)", pages, re.MULTILINE)
+    page = (EXPERIMENTS / "README.md").read_text()
+    commands = re.findall(r"^python experiments/model\.py (\w+)((?: [^#\n]+)?)", page, re.MULTILINE)
     for name, words in commands:
         assert parsed(SCRIPTS[name][0].EXAMPLE.options, None, [], words.split())
     assert {name for name, _ in commands} == {*SCRIPTS} == {*model.MODELS}
@@ -187,8 +187,8 @@ def test_few_evaluations_and_the_exact_gradient(kind, gain, length, most):
     assert solution.converged.all() and solution.evaluations <= most
     expected = rnn.loop(step, x)
     wanted = [x, *step.cell.parameters()]
-    found, exact = (torch.autograd.grad(z.square().sum(), wanted, retain_graph=True) for z in (h, expected))
-    for a, b in zip((h, *found), (expected, *exact), strict=True):
+    ours, exact = (torch.autograd.grad(z.square().sum(), wanted, retain_graph=True) for z in (h, expected))
+    for a, b in zip((h, *ours), (expected, *exact), strict=True):
         assert (a - b).norm() <= 2e-6 * b.norm()  # the tolerance, and the sensitivity to earlier states
 
 

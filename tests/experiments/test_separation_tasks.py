@@ -88,8 +88,8 @@ def test_entropy_and_half_mass_of_known_maps():
     maps = torch.stack([torch.full((4, 4), 0.3), one_hot, torch.tensor([[4.0, 2, 1, 1]] + [[0.0] * 4] * 3)])
     assert [saliency.spread(one[None])["entropy"] for one in maps] == pytest.approx([4, 0, 1.75])
     assert [saliency.spread(one[None])["half"] for one in maps] == [8, 1, 1]
-    found = saliency.spread(torch.cat([maps, torch.zeros(1, 4, 4)]))
-    assert found == pytest.approx({"entropy": 5.75 / 3, "half": 10 / 3, "empty": 0.25})
+    spread = saliency.spread(torch.cat([maps, torch.zeros(1, 4, 4)]))
+    assert spread == pytest.approx({"entropy": 5.75 / 3, "half": 10 / 3, "empty": 0.25})
     assert saliency.spread(torch.zeros(2, 4, 4)) == {"entropy": None, "half": None, "empty": 1.0}
 
 

@@ -61,7 +61,8 @@ def _in_launches(
         return [torch.cat(results, dim=int(k == 3)) for k, results in enumerate(zip(*parts, strict=True))]
     each = max(MAX_LAUNCH_PRODUCTS // (max(len(c), 8) * products), 1)
     if max_iter <= each:
-        return torch.ops.deqfast.fc_fixed_point(weight, c, z0, activation, max_iter, *rule)
+        solved: Sequence[Tensor] = torch.ops.deqfast.fc_fixed_point(weight, c, z0, activation, max_iter, *rule)
+        return solved
     state = reference.start(z0)
     _, _, *results, _ = state
     for k in range(0, max_iter, each):
