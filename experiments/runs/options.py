@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
 
-def one_of(choices: Collection[str]) -> Callable[[str], str]:
+def choice(choices: Collection[str]) -> Callable[[str], str]:
     """Return the `type` of an argument with these choices."""
 
     def chosen(word: str) -> str:
@@ -148,7 +148,7 @@ def add_options(
         if kind is bool:
             taken: dict[str, Any] = {"action": "store_true"}
         elif "choices" in spec.metadata:
-            taken = {"choices": spec.metadata["choices"], "type": one_of(spec.metadata["choices"])}
+            taken = {"choices": spec.metadata["choices"], "type": choice(spec.metadata["choices"])}
         else:
             metavar = spec.metadata["metavar"] if kind is str else kind.__name__.upper()
             taken = {"type": kind, "metavar": metavar}

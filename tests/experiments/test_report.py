@@ -18,7 +18,7 @@ from study_helpers import EXPERIMENTS, run_script
 SETTING = Setting("cifar10", 3, 10)
 
 
-def test_seeds_and_settings_are_one_group(made_up):
+def test_seeds_and_settings_are_a_group(made_up):
     root = made_up().parent
     made_up(seed=1, kernel="torch", metrics_every=1)
     made_up(ratio=100)
@@ -30,7 +30,7 @@ def test_seeds_and_settings_are_one_group(made_up):
     assert {arm: list(group.networks(SETTING, arm)) for arm in arms} == arms
 
 
-def test_runs_of_other_options_are_never_in_one_group(made_up):
+def test_runs_of_other_options_are_never_in_a_group(made_up):
     made_up("first")
     options = [{"dataset": "shapes"}, {"solver": "anderson"}, {"lr": 0.3}, {"precision": "bf16"}]
     options += [{"e_w": 0.01}, {"preset": "tuned", "width": 16, "n_majority": 1000, "batch_size": 32}]

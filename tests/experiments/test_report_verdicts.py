@@ -35,7 +35,7 @@ JUDGED = ("mechanism", "settings", "size")
 FOUR, THREE = [0.4, 1.1, -0.3, 2.0], [1.2, 0.1, 0.9]
 
 
-def test_one_setting_is_a_paired_t_test_and_two_are_welchs():
+def test_a_single_setting_is_a_paired_t_test_and_two_are_welchs():
     expected, paired = stats.ttest_1samp(FOUR, 0), estimate([FOUR])
     interval = expected.confidence_interval()
     assert paired.p_different == pytest.approx(expected.pvalue)
@@ -204,7 +204,7 @@ def test_the_confound_is_shown_by_runs_that_differ_only_in_the_arm(write, first,
     assert groups[0].first_recipe and (tuned, values, same) == ("+3.00", "-2.00", "+5.00")
 
 
-def test_recipes_and_devices_are_never_in_one_estimate(write, first):
+def test_recipes_and_devices_are_never_in_the_same_estimate(write, first):
     """Runs of the explicit network that differ only in the device form two groups, and check the device."""
     runs = [(1.0, {**first[arm], "seed": seed}) for seed, arm in product(range(2), first)]
     runs += [(1.0, recipe_b(arm, seed=seed)) for seed, arm in product((0, 1, 3), B_ARMS)]
@@ -235,7 +235,7 @@ def test_a_run_of_other_values_is_none_of_the_protocols(write, monkeypatch):
     assert [group.first_recipe for group in groups] == [True] + [False] * (len(groups) - 1)
 
 
-def test_a_common_variance_is_the_pooled_one():
+def test_a_common_variance_is_the_pooled_variance():
     """Deviations 1 and 3 of three and two pairs: variance (2 * 1 + 1 * 9) / 3, with three degrees of freedom."""
     pooled = estimate([[0.0, 1.0, 2.0], [-(4.5**0.5), 4.5**0.5]], common=True)
     assert (pooled.mean, pooled.freedom) == (0.5, 3)
@@ -257,7 +257,7 @@ def write_parts(tmp_path, monkeypatch):
     """Write a run of each arm, setting and seed (two) of a part, the DEQ ahead by `gain(setting, seed)`: all groups."""
     every = tuple(Rate(arm, ratio, 5e-4, 0.01, 50.0) for arm in protocol.NEW_ARMS for ratio in (10, 100))
     monkeypatch.setattr(protocol, "rates", lambda: Rates((), every))
-    kept = {name: tuple(replace(one, seeds=range(10, 12)) for one in protocol.PARTS[name]) for name in JUDGED}
+    kept = {name: tuple(replace(block, seeds=range(10, 12)) for block in protocol.PARTS[name]) for name in JUDGED}
     for name in JUDGED:
         monkeypatch.setitem(protocol.PARTS, name, kept[name])
 

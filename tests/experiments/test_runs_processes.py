@@ -164,7 +164,7 @@ def test_output_that_cannot_be_written_ends_a_script_without_a_traceback(kind, s
     assert capsys.readouterr().err == (error if kind == "full disk" else "")
 
 
-def test_writers_of_one_file_do_not_meet_and_leave_nothing(tmp_path):
+def test_writers_of_the_same_file_do_not_meet_and_leave_nothing(tmp_path):
     path, rounds = tmp_path / "one.json", 50
     contents = [bytes([letter]) * 10_000 for letter in b"abcd"]
 
