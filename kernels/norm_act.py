@@ -101,13 +101,13 @@ def statistics(b_v, m_0, maps, norm2, stop, eps, P: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def sums(b_gn, b_gs, b_w, p_affine, plane, n: tl.constexpr, CG: tl.constexpr):
-    """mean(g w) and mean(g w n) over the group. The sums of g n and g over the pixels go to two planes of p_affine."""
+def sums(b_gn, b_gs, b_w, p_affine, o_row, plane, n: tl.constexpr, CG: tl.constexpr):
+    """mean(g w) and mean(g w n) over the group. The sums of g n and of g go to two planes from p_affine."""
     o_c = tl.arange(0, b_gn.shape[1])
     b_weight = tl.sum(b_gn, axis=0)
     b_bias = tl.sum(b_gs, axis=0)
-    tl.store(p_affine + o_c, b_weight, mask=o_c < CG)
-    tl.store(p_affine + plane + o_c, b_bias, mask=o_c < CG)
+    tl.store(p_affine + o_row + o_c, b_weight, mask=o_c < CG)
+    tl.store(p_affine + plane + o_row + o_c, b_bias, mask=o_c < CG)
     slope = tl.sum(b_weight[None, :] * b_w) / n
     return tl.sum(b_bias[None, :] * b_w) / n, slope
 
@@ -208,7 +208,7 @@ def _norm_act_backward_kernel(
         b_nt, b_gt = _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd)
         b_gn += b_gt * b_nt
         b_gs += b_gt
-    offset, slope = sums(b_gn, b_gs, b_w, p_affine + i_b * C + c_0, plane, P * CG, CG)
+    offset, slope = sums(b_gn, b_gs, b_w, p_affine, i_b * C + c_0, plane, P * CG, CG)
 
     short: tl.constexpr = p_grad_y.dtype.element_ty
     tl.store(p_grad_y + o_0, norm_backward(b_g, b_n, b_w, rstd, offset, slope).to(short), mask=m_0)

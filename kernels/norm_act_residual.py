@@ -153,8 +153,7 @@ def _norm_act_residual_backward_kernel(
         b_gt, _, b_n3t, _ = _tile(maps, norm2, norm3, o_t, m_t, dtype)
         b_gn += b_gt * b_n3t
         b_gs += b_gt
-    p_affine += i_b * C + c_0
-    offset3, slope3 = sums(b_gn, b_gs, b_w3, p_affine + 2 * plane, plane, P * CG, CG)
+    offset3, slope3 = sums(b_gn, b_gs, b_w3, p_affine + 2 * plane, i_b * C + c_0, plane, P * CG, CG)
 
     b_g = tl.where(b_off | (m_0 == 0), 0.0, norm_backward(b_g, b_n3, b_w3, rstd3, offset3, slope3))
     tl.store(p_grad_z + o_0, b_g.to(short), mask=m_0)
@@ -167,7 +166,7 @@ def _norm_act_residual_backward_kernel(
         tl.store(p_grad_z + o_t, b_gt.to(short), mask=m_t)
         b_gn += b_gt * b_n2t
         b_gs += b_gt
-    offset2, slope2 = sums(b_gn, b_gs, b_w2, p_affine, plane, P * CG, CG)
+    offset2, slope2 = sums(b_gn, b_gs, b_w2, p_affine, i_b * C + c_0, plane, P * CG, CG)
 
     tl.store(p_grad_sum + o_0, norm_backward(b_g, b_n2, b_w2, rstd2, offset2, slope2).to(short), mask=m_0)
     for start in range(BR, stop, BR):
