@@ -17,7 +17,7 @@ from correctness.states import RULES, same_bits
 from op_calls import Operations, check_bits
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, LinearCell, Picard, Status, fc_fixed_point
-from deqfast.engine.runners import one_launch
+from deqfast.engine.runners import single_launch
 from deqfast.ops import ACTIVATIONS, Kernel
 from deqfast.ops.fc import reference
 from deqfast.ops.steps import StopRule
@@ -132,9 +132,9 @@ class TestLaunches:
         rows = EVENTS[: batch - 1] if batch > 1 else ()
         case = FCCase(size=size, batch=batch, max_iter=max_iter, rows=rows, warm=True, **DTYPES[dtype])
         whole = torch.ops.deqfast.fc_fixed_point(*case.make(), *case.scalars())
-        monkeypatch.setattr(one_launch, "MAX_LAUNCH_PRODUCTS", iterations * max(batch, 8) * (size + 32) ** 2)
+        monkeypatch.setattr(single_launch, "MAX_LAUNCH_PRODUCTS", iterations * max(batch, 8) * (size + 32) ** 2)
         with Operations() as operations:
-            parts = one_launch._in_launches(*case.make(), *case.scalars())
+            parts = single_launch._in_launches(*case.make(), *case.scalars())
         most = int(whole[2].max()) if batch else 1
         solves = [name for name in operations.names if name.startswith("fc_")]
         assert solves == ["fc_steps"] * max(-(-most // iterations), 1)
@@ -308,8 +308,8 @@ class TestCells:
     def launches(self, monkeypatch) -> list[str]:
         """Kernel of each launch."""
         made: list[str] = []
-        launch = one_launch.launch
-        monkeypatch.setattr(one_launch, "launch", lambda *args: made.append(args[5].name) or launch(*args))
+        launch = single_launch.launch
+        monkeypatch.setattr(single_launch, "launch", lambda *args: made.append(args[5].name) or launch(*args))
         return made
 
     @own_kernels

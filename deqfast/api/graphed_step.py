@@ -303,8 +303,8 @@ class Seen:
     @cached_property
     def parameters(self) -> list[Tensor]:
         """Each parameter of the optimisers and modules and each leaf, to be asked for when the step has ended."""
-        of_modules = [module.parameters() for module in self.modules]
-        return list(dict.fromkeys(itertools.chain(*map(_parameters, self.optimizers), *of_modules, self.leaves)))
+        owned = [module.parameters() for module in self.modules]
+        return list(dict.fromkeys(itertools.chain(*map(_parameters, self.optimizers), *owned, self.leaves)))
 
     def check_settings(self) -> None:
         """RuntimeError if the step has changed a setting: a graph would repeat the old value."""
@@ -391,7 +391,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def swapped(result: Any, kind: type, swap: Callable[[Any], Any]) -> Any:
     """The results of a step, with `swap(value)` for each value of this kind in trees, Solutions and late numbers."""
 
-    def of_leaf(value: Any) -> Any:
+    def swap_leaf(value: Any) -> Any:
         if isinstance(value, kind):
             return swap(value)
         if isinstance(value, Late):
@@ -402,7 +402,7 @@ def swapped(result: Any, kind: type, swap: Callable[[Any], Any]) -> Any:
             )
         return value
 
-    return pytree.tree_map(of_leaf, result)
+    return pytree.tree_map(swap_leaf, result)
 
 
 def _device_of(leaves: list[Any]) -> torch.device:

@@ -24,7 +24,7 @@ REMEDIES = {
     "the cell between calls, such as dropout",
 }
 _INSIDE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-OF_BLOCKS = (
+BLOCK_OPTIONS = (
     "deqfast.diagnose(block, x) says why; return_solution=True and backward_solution report every solve, warn=False "
     "silences"
 )
@@ -52,7 +52,7 @@ class Notice:
         expected: statuses that cause no warning.
     """
 
-    def __init__(self, kind: str, more: str = OF_BLOCKS, expected: Iterable[Status] = ()) -> None:
+    def __init__(self, kind: str, more: str = BLOCK_OPTIONS, expected: Iterable[Status] = ()) -> None:
         self.kind, self.more = kind, more
         self.asked = [status for status in REMEDIES if status not in expected]
         self.pending: Arriving | None = None

@@ -55,7 +55,7 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
         plan = replace(plan, options=replace(plan.options, counted=at[-1]))
     taps = Taps(plan.cell, at)
     solution = in_loop(replace(plan, cell=taps))
-    rows = solution.iterations if plan.groups is None else plan.groups.of_rows(solution.iterations)
+    rows = solution.iterations if plan.groups is None else plan.groups.per_row(solution.iterations)
 
     def with_values(state: Any, at: int) -> Any:
         return pytree.tree_map(lambda s, v: torch.where(per_row(rows < at, s), v, s), state, solution.value)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_count
-from ..engine.runners.one_launch import solve_cell
+from ..engine.runners.single_launch import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
 from ..torch_internals.plain import fusible, is_plain

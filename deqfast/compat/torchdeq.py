@@ -180,7 +180,7 @@ def _check_list(name: str, value: Any) -> list[Any]:
     return list(value or ())
 
 
-def _warn_of(unknown: dict[str, Any]) -> None:
+def _warn_unknown(unknown: dict[str, Any]) -> None:
     """Warn of keywords that a call does not use. torchdeq drops them silently."""
     names = {"solver_kwargs", "sradius_mode", "backward_writer", "x", "groups"}
     for name, value in unknown.items():
@@ -391,7 +391,7 @@ class DEQ(nn.Module):
             TypeError, ValueError: an option, z_init or the value of func is not as above, or z_init is not finite.
             ImportError: torchdeq has to run this call and is not installed.
         """
-        _warn_of(unknown)
+        _warn_unknown(unknown)
         given = dict(solver_kwargs or {})
         theirs = self._torchdeqs(given)
         if theirs and (x is not None or groups is not None or self.options["cuda_graph"]):
@@ -573,7 +573,7 @@ def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, So
             z = pytree.tree_unflatten([value.to(leaf.dtype) for value, leaf in pairs], packing.spec)
         absolute, relative = kept.residuals()[:, -1].to(packing.dtype)
         finite = torch.isfinite(absolute)
-        rows = finite if packing.groups is None else packing.groups.of_rows(finite)
+        rows = finite if packing.groups is None else packing.groups.per_row(finite)
         chosen = partial(pytree.tree_map, lambda v, start: torch.where(per_row(rows, v), v, start))
         *states, value = [chosen(state, plan.z0) for state in (*taps.states, z)]
     status = torch.full_like(finite, Status.MAX_ITER, dtype=torch.int8).masked_fill(~finite, Status.NONFINITE)
@@ -647,7 +647,7 @@ class _Kept:
             return [a.clone() for a in chosen]
         if _surely_all(~samples):
             return [b.to(a.dtype, copy=True) for a, b in zip(chosen, others, strict=True)]
-        rows = samples if self.plan.groups is None else self.plan.groups.of_rows(samples)
+        rows = samples if self.plan.groups is None else self.plan.groups.per_row(samples)
         pairs = zip(chosen, others, strict=True)
         return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
 

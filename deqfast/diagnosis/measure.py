@@ -160,7 +160,7 @@ def norm(problem: Problem, z: Any) -> Tensor:
 
 def _times(problem: Problem, numbers: Tensor, tree: Any) -> Any:
     """A tree like z, each sample times its number."""
-    rows = numbers if problem.packing.groups is None else problem.packing.groups.of_rows(numbers)
+    rows = numbers if problem.packing.groups is None else problem.packing.groups.per_row(numbers)
     return problem.map(lambda leaf: leaf * per_row(rows, leaf).to(leaf.dtype), tree)
 
 

@@ -85,7 +85,7 @@ class _Call:
         return Linearisation(self.f, state, rows, others, chosen, self.members)
 
 
-class _OfCall(torch.autograd.Function):
+class _CallFunction(torch.autograd.Function):
     """Function of something of its own, a ``_Call`` and the call's tensors. Vmaps fold into the rows."""
 
     @classmethod
@@ -103,7 +103,7 @@ class _OfCall(torch.autograd.Function):
         return tuple(unfold(results, count)), (0,) * len(results)
 
 
-class _OnValues(_OfCall):
+class _OnValues(_CallFunction):
     @staticmethod
     def forward(work: Work, call: _Call, *tensors: Tensor) -> Any:
         state, rows, others = call.split(tensor.detach() for tensor in tensors)
@@ -211,7 +211,7 @@ def attached(
     return _Attached.of(derivative, f, members, state, rows, others)
 
 
-class _Attached(_OfCall):
+class _Attached(_CallFunction):
     @staticmethod
     def forward(derivative: Derivative, call: _Call, *tensors: Tensor) -> Any:
         return tuple(tensor.clone() for tensor in call.split(tensors)[0])

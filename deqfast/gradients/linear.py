@@ -97,7 +97,7 @@ class LinearSolve:
         factors = factors_of(options.scale, spec)
         exponent = torch.frexp(sample_norms(start, groups, True, factors, parts)).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-        rows = sizes if groups is None else groups.of_rows(sizes)
+        rows = sizes if groups is None else groups.per_row(sizes)
         start = [(g / per_row(rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes
         solution = self._solve(products, start, spec, options)
         values = [(u * per_row(rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]

@@ -34,7 +34,7 @@ from .geometry import ClassGeometry, class_geometry, unit
 from .statistics import Between, Classifier, ClassMeans, Samples
 
 NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
-OF_THE_BIAS = "zhu"  # its NC4 is of the bias, and needs no samples
+BIAS_ONLY = "zhu"  # its NC4 is of the bias, and needs no samples
 _SPREADS = ("nc2_means", "nc2_classifier")
 
 
@@ -175,7 +175,7 @@ def neural_collapse(
     means, project = stats.means, chosen.op("within_class_scatter")
     within = project(samples.features, samples.rows, samples.offsets, means, between.whitening)
     agreement = None
-    if classifier is not None and convention != OF_THE_BIAS:
+    if classifier is not None and convention != BIAS_ONLY:
         agreement = statistics.nearest_mean_agreement(samples, stats, classifier)
     nc1s = None
     if per_class:
@@ -226,7 +226,7 @@ def make_result(
         values["nc3_centered"] = torch.linalg.vector_norm(weight - centred)
         if convention == "papyan":
             values["nc2_classifier"] = spread(weight)
-        if convention == OF_THE_BIAS:
+        if convention == BIAS_ONLY:
             values["nc4"] = lengths(classifier.logits(between.middle + stats.shift))
     if agreement is not None:
         values["nc4"] = 1 - agreement if convention == "papyan" else agreement
@@ -255,7 +255,7 @@ def undefined(
     """Result if all rows are non-finite; kept: whether the samples were, per_class: how many classes, or None."""
     host: dict[str, Any] = dict.fromkeys(("nc1", "condition", "nc2", "nc2_paper", "nc2_centered"), math.nan)
     host |= dict.fromkeys(("nc3", "nc3_centered", "nc4"), None if classifier is None else math.nan)
-    if not (kept or convention == OF_THE_BIAS):
+    if not (kept or convention == BIAS_ONLY):
         host["nc4"] = None
     if convention == "papyan":
         host |= dict.fromkeys(_SPREADS[: 1 if classifier is None else 2], VectorSpread(math.nan, math.nan, math.nan))

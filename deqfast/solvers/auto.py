@@ -16,7 +16,7 @@ from .broyden import Broyden
 
 FIRST, GAIN_ITERATION = map(PROGRESS.index, ("first", "gain_iteration"))
 # Progress of the whole solve, which a new stage must not reset.
-OF_THE_SOLVE = list(map(PROGRESS.index, ("first", "start", "least")))
+WHOLE_SOLVE = list(map(PROGRESS.index, ("first", "start", "least")))
 
 
 @dataclass
@@ -146,9 +146,9 @@ class Auto(Solver):
             if k > begin:
                 step(fz, k - begin, last)
             else:  # the whole solve has judged this iterate before
-                before = state.progress[OF_THE_SOLVE]
+                before = state.progress[WHOLE_SOLVE]
                 first(fz, 0, last)
-                state.progress[OF_THE_SOLVE] = torch.where(running, before, state.progress[OF_THE_SOLVE])
+                state.progress[WHOLE_SOLVE] = torch.where(running, before, state.progress[WHOLE_SOLVE])
             state.iterations.copy_(torch.where(running, state.iterations_at(k), state.iterations))
 
         return advance

@@ -110,7 +110,7 @@ def without_broken(
     """
     broken = solution.status == Status.NONFINITE
     if groups is not None:
-        broken = groups.of_rows(broken)
+        broken = groups.per_row(broken)
     if not len(broken) and ranks is None:
         return solution.value, x, None
     z, x = with_stand_ins(f, solution.value, x, broken, declared, ranks)

@@ -138,12 +138,12 @@ def _no_hooks(hooks: list[Any]) -> Iterator[None]:
         yield
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     takes_part = False  # this thread computes a part of a tensor's gradient, which the tensor's hooks must not see
     multiplies = False  # this thread computes a product for a gradient, which hooks of modules must not see
 
 
-_thread, _hooks_lock = _OfThread(), threading.Lock()
+_thread, _hooks_lock = _ThreadState(), threading.Lock()
 
 
 @contextmanager

@@ -48,12 +48,12 @@ class _Held:
     age: int = 0  # number of the first node of the value's own graph
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.held: dict[nn.Module, _Held] = {}
 
 
-_thread = _OfThread()
+_thread = _ThreadState()
 
 
 def _value(module: nn.Module, compute: Callable[[], Any]) -> Any:

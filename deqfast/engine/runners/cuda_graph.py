@@ -28,14 +28,14 @@ from ...torch_internals import pytree
 from ...torch_internals.graphs import aside, capture, current, mark, raw_stream, refuse_draws, refuse_waits
 from ...torch_internals.weights import NOTHING, is_cached
 from ..device_loop import DEVICE, EACH, DeviceLoop, Loop, capture_loop, has_loops
-from ..device_loop import REFUSES as _OF_LOOP
+from ..device_loop import REFUSES as _LOOP_REFUSES
 from ..refusals import Refusals, check_served
 from ..solve import Solve, not_finite, solution_of
 
 # Each holds the memory of a solve. A training run needs two or three: full batches, the last batch, evaluation.
 MAX_GRAPHS = 8
 REFUSES: Refusals = {
-    **_OF_LOOP,
+    **_LOOP_REFUSES,
     "groups of a call": "a graph replays the same rows: make deqfast.Groups once, and give it to the block",
     "begin_solve": "it prepares every solve in Python, and a replay would not run it",
 }
@@ -376,8 +376,8 @@ def _check_cell(cell: Any) -> None:
         raise TypeError(f"cuda_graph needs a cell that is an nn.Module, whose parameters are known, got {cell!r}")
     for name, module in cell.named_modules():
         if hasattr(module, "begin_solve"):
-            of = f" of the cell's {name or 'own'} {type(module).__name__}"
-            check_served("cuda_graph", REFUSES, ["begin_solve"], of)
+            owner = f" of the cell's {name or 'own'} {type(module).__name__}"
+            check_served("cuda_graph", REFUSES, ["begin_solve"], owner)
 
 
 def _has_any(cell: nn.Module, *names: str) -> bool:

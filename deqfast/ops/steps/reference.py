@@ -124,7 +124,7 @@ def joined(a: Step, sums: Tensor, parts: Parts) -> tuple[Norms, Tensor]:
     if maximum:
         return _pair(largest), sums
     scale = torch.where(largest == 0, 1, largest)
-    scaled = [v / of[:, None] for v, of in zip(vectors, scale.unbind(1), strict=True)]
+    scaled = [v / factor[:, None] for v, factor in zip(vectors, scale.unbind(1), strict=True)]
     return _pair(_length(squares, scale, parts.sum(_squares(*scaled)))), sums
 
 
