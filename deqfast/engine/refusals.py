@@ -1,7 +1,5 @@
 """What does not go together: how each way of running a solve declares what it refuses, and the error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 Option = str | type

@@ -41,7 +41,7 @@ Evaluate = Callable[[Any, Any], Any]
 
 
 class Recorded:
-    """Evaluation y = f(z*, x) with its graph, behind which leaves are searched for only when they are asked for."""
+    """Evaluation y = f(z*, x) with its graph, which is searched for leaves only when they are asked for."""
 
     def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
         first = next_node()

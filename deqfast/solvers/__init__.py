@@ -1,7 +1,5 @@
 """Solvers: Picard, Anderson, Broyden, MixedAnderson, and Auto, which runs several one after the other."""
 
-from __future__ import annotations
-
 from .._checks import object_named
 from .anderson import Anderson
 from .auto import Auto

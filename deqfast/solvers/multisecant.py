@@ -5,8 +5,6 @@ steps or the differences of g. Broyden's product of rank-one updates in this for
 Programming 63 (1994); Anderson as a multisecant method: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,13 +23,10 @@ class PreviousValue:
 
     The second call shows whether f does, unless an earlier solve has. Until then the first value is copied, and its own
     memory stays in use, so that torch does not reuse it.
-
-    Attributes:
-        is_overwritten: whether f does; None: not known yet.
     """
 
     def __init__(self, is_overwritten: bool | None = None) -> None:
-        self.is_overwritten = is_overwritten
+        self.is_overwritten = is_overwritten  # whether f does; None: not known yet
         self._first: Tensor | None = None  # as f returned it
 
     def check(self, fz: Tensor, previous: Tensor, k: int) -> None:

@@ -1,7 +1,5 @@
 """Norms of the samples of a state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

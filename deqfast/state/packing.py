@@ -114,12 +114,9 @@ class Packing:
     """Map between the pytree that f takes and the rows (B, D) that the solvers work on.
 
     `groups`, `scale`: see ``deqfast.solve``. With `causal` each position is a row, (B * T, D).
-
-    Attributes:
-        length: T, the positions of a sequence; None: each sample is a row.
     """
 
-    length: int | None = None
+    length: int | None = None  # T, the positions of a sequence; None: each sample is a row
 
     def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None, scale: Any = None, causal: bool = False):
         self.is_tensor = isinstance(z0, Tensor)

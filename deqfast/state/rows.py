@@ -1,7 +1,5 @@
 """Rows of samples: which tensors of x have them, and healthy rows in place of broken ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 `tests/test_torch_internals.py` tests each assumption about torch in this module.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -266,12 +264,7 @@ class Graph:
     A node is older than the evaluation if its number is below `first`, because torch numbers the nodes of a thread as
     they are recorded. Two kinds of older nodes still belong to the evaluation. One is a weight held for the solve; its
     `age` is the number from which on its nodes count. The other is a weight's cast kept by autocast, a
-    "ToCopyBackward0".
-
-    Args:
-        outputs: values of the evaluation.
-        excluded: tensors beyond which nothing is searched.
-        first: number of the evaluation's first node.
+    "ToCopyBackward0". Nothing is searched beyond the `excluded` tensors.
     """
 
     def __init__(self, outputs: Iterable[Tensor], excluded: Iterable[Tensor], first: int) -> None:

@@ -1,7 +1,5 @@
 """torch's pytree, which has no public name in Python, with a faster path for a single tensor, as most states are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ loop, called as C functions. Inductor compiles the cell, with its own rounding: 
 one to rounding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -44,11 +42,7 @@ def check_solver(solver: Solver, of: str = "") -> None:
 
 
 class Compiled:
-    """Compiled solves: one for each solver and shape of a sample, for any batch.
-
-    Args:
-        refusal: beginning of the error for a solve that cannot be compiled.
-    """
+    """Compiled solves: one for each solver and shape of a sample, for any batch; `refusal` begins its error."""
 
     def __init__(self, refusal: str = "the solve cannot be compiled") -> None:
         self._refusal = refusal

@@ -3,8 +3,6 @@
 The solve stops by the same rule and returns the same Solution as ``deqfast.solve`` with ``Picard(relaxation=1)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,11 +102,9 @@ def solve_cell(
     ordinary loop. Under bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as
     in the loop.
     """
-    if type(solver) is not Picard or solver.relaxation != 1:
+    if type(solver) is not Picard or solver.relaxation != 1 or not isinstance(z0, Tensor) or z0.dim() != 2:
         return None
-    if not isinstance(z0, Tensor) or z0.dim() != 2:
-        return None
-    if z0.shape[1] != len(weight) or z0.device != weight.device or z0.dtype != weight.dtype:
+    if (z0.shape[1], z0.device, z0.dtype) != (len(weight), weight.device, weight.dtype):
         return None
     floor, device = 0.0, z0.device.type
     if torch.is_autocast_enabled(device):
@@ -120,6 +116,6 @@ def solve_cell(
         return None
     c = injection()
     c = c.to(z0.dtype) if weight.dtype == torch.bfloat16 else c
-    if c.shape != z0.shape or c.dtype != z0.dtype or c.device != z0.device:
+    if (c.shape, c.dtype, c.device) != (z0.shape, z0.dtype, z0.device):
         return None
     return launch(weight, c, z0, activation, solver, chosen, floor)

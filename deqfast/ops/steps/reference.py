@@ -7,8 +7,6 @@ In a loop of a graph, k is a tensor () int64 of at least 1 instead of a number. 
 window. Slots without a pair must be zeros: such pairs change nothing.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
