@@ -166,7 +166,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
 
 def _pairs(tasks: dict[str, list[Result]], kind: str) -> dict[str, tuple[Sequence[Trained], Sequence[Trained]]]:
     """Return of each task the DEQ, and the FNN of the depth with the lowest mean validation loss, each by seed."""
-    pairs = {}
+    pairs: dict[str, tuple[Sequence[Trained], Sequence[Trained]]] = {}
     for task, results in tasks.items():
         own, *others = kinds([getattr(result, kind) for result in results])
         pairs[task] = own, best_of(others)
@@ -227,7 +227,8 @@ def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
             name = by_dimension[0][0].name
             bounded = {"ls": "--", "mfc": "none"} if name.endswith("bounded") else {}
             look = style.look(name) | {"label": name} | bounded
-            for axis, value in zip(column, (largest_weight, largest_error), strict=True):
+            values: tuple[Callable[[Trained], float], ...] = (largest_weight, largest_error)
+            for axis, value in zip(column, values, strict=True):
                 axis.plot(list(chosen), [fmean(map(value, networks)) for networks in by_dimension], **look)
         column[0].set(title=f"x {sampling}", yscale="log")
         column[1].set(xlabel="d = -log2 δ", yscale="log", xticks=list(chosen))

@@ -54,8 +54,8 @@ class Run:
             last = {name: torch.from_numpy(saved[name][-1]) for name in ("means", "counts", "weight", "traces")}
             if {len(part) for part in last.values()} != {setting.classes}:
                 raise ValueError(f"its arrays must be of {setting.classes} classes")
-            parts = (last[name] for name in ("means", "counts", "weight", "traces"))
-            geometry = class_geometry(*parts, setting.majority_classes)
+            means, counts, weight, traces = last.values()
+            geometry = class_geometry(means, counts, weight, traces, setting.majority_classes)
         return geometry
 
     def features(self) -> tuple[np.ndarray, np.ndarray]:
