@@ -253,7 +253,8 @@ class NeuralCollapse(Metric):
             classifier = classifier.rows(seen)
         stats = ClassMeans(counts[seen], means[seen], torch.zeros_like(means[0]))
         between = between_classes(stats, self.center, default_rtol if self.rtol is None else self.rtol)
-        within = ((scatter @ between.whitening) * between.whitening).sum(0).clamp_min(0)
+        whitening = between.whitening
+        within = ((scatter @ whitening) * whitening).sum(0).clamp_min(0)
         result = make_result(stats, between, within, classifier, None, excluded, resolution, self.convention)
         return result._replace(geometry=geometry_of(stats, classifier)) if self.geometry else result
 

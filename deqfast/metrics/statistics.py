@@ -213,7 +213,7 @@ def nearest_mean_agreement(samples: Samples, stats: ClassMeans, classifier: Clas
         deviations = features.sub_(means.index_select(0, labels))
         nearest = gaps.index_select(0, labels).addmm_(deviations, means.T, alpha=-2).argmin(1)
         agreed += (nearest == chosen).sum()
-    finite = torch.stack([part.isfinite().all() for part in classifier if part is not None]).all()
+    finite = functools.reduce(torch.logical_and, [part.isfinite().all() for part in classifier if part is not None])
     return torch.where(finite, agreed.to(torch.float64) / samples.count, math.nan)
 
 
