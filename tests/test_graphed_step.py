@@ -324,7 +324,7 @@ def test_a_call_on_another_stream_waits_for_the_calls_before(monkeypatch):
     assert len(small.step._captured) == 2
 
 
-VARIED = {  # what varies; calls, of which so many are kept; the warning
+VARIED = {  # what varies; calls, and those kept; the warning
     "number": (
         lambda small, k: {"epoch": k},
         (70, 64),

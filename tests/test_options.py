@@ -363,7 +363,7 @@ class TestSamples:
 
 
 class Spread:
-    """f(z) = rate cos(z) + 1: the samples need very different numbers of iterations, and f gets the indices of its rows."""
+    """f(z) = rate cos(z) + 1: the samples need different numbers of iterations, and f gets the indices of its rows."""
 
     def __init__(self, device="cpu"):
         self.rate, self.wave = RATES.to(device), torch.linspace(0.5, 1, 16, device=device)
