@@ -191,6 +191,8 @@ def check_start(z0: Any, x: Any, is_given: bool, error: RuntimeError) -> None:
     Args:
         is_given: whether z0 is an argument of the call, and not the block's own start.
     """
+    if error.__cause__ is not None:  # explained where it was raised
+        return
     complains = type(error) is RuntimeError and re.search(r"\b(size|shape|d?type)s?\b", str(error))
     if not complains or not isinstance(z0, Tensor) or not isinstance(x, Tensor):
         return

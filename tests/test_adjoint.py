@@ -339,7 +339,7 @@ class TestSecondDerivatives:
 
 @every_adjoint
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_a_low_precision_state_and_one_that_depends_on_nothing(adjoint, low):
+def test_a_low_precision_state_and_a_constant_state(adjoint, low):
     """The gradient equals the one of the same numbers in float64, to rounding."""
     toy, both = Toy(), []
     for dtype in (low, torch.float64):

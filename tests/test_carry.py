@@ -47,7 +47,7 @@ def test_at_the_end_finished_samples_leave():
     assert len(carry) == 0 and carry.z.shape == (0, 3) and carry.taken == 7
 
 
-def test_every_sample_is_solved_as_in_one_long_solve():
+def test_every_sample_is_solved_as_in_a_long_solve():
     """Plain iteration continued from the carry makes the same iterates; so is the number of evaluations."""
     batches = numbered(30)
     x = torch.cat([x for x, _ in batches])

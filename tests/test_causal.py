@@ -103,7 +103,7 @@ def test_order_costs_at_most_two_evaluations(solver):
     "solver", [Picard(1e-6, 60, relaxation=0.9), Anderson(1e-6, 60), Broyden(1e-6, 60, history_size=9)]
 )
 @BUILT
-def test_sequences_of_one_position_are_samples(solver, kernel):
+def test_sequences_of_a_single_position_are_samples(solver, kernel):
     torch.manual_seed(0)
     weight, x = 0.9 * torch.linalg.qr(torch.randn(D, D))[0], torch.randn(B, D) * torch.logspace(-25, 3, B)[:, None]
     x[2], start = 0, torch.zeros(B, D)  # a sample that is at its fixed point

@@ -209,7 +209,7 @@ class TestTheSameAsTorchdeq:
         ("more", "evaluations"), [({"sup_gap": 1}, 16), ({"sup_gap": 5}, 14), ({"sup_loc": [2, 7]}, 16)], ids=str
     )
     @pytest.mark.parametrize("tau", [1.0, 0.6])
-    def test_one_chain_of_steps(self, more, evaluations, tau):
+    def test_a_single_chain_of_steps(self, more, evaluations, tau):
         """All states of sup_gap or sup_loc lie on the way of the same steps, of which none is made in vain."""
         ours, theirs = compared(3, grad=12, f_max_iter=4, f_tol=0.0, tau=tau, **more)
         assert ours.evaluations == evaluations <= theirs.evaluations == 16

@@ -80,7 +80,7 @@ def assert_same_derivatives(f, plain, x, parameters, tolerance=0.0):
 
 
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "shine", "unrolled"])
-def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evaluations(adjoint, compiled):
+def test_a_model_is_a_single_graph_for_every_batch_and_number_of_evaluations(adjoint, compiled):
     model = Model("anderson", adjoint)
     fast, parameters = compiled(model), [*model.parameters()]
     for i, batch in enumerate((5, 7, 2)):
@@ -262,7 +262,7 @@ class TestOfABlock:
         call(torch.randn(2, 4)).sum().backward()
         assert seen and all(read is weight for read in seen) and weight.grad.any()
 
-    def test_weights_changed_under_one_autocast(self, compiled):
+    def test_weights_changed_under_the_same_autocast(self, compiled):
         block, x = DEQBlock(Cell()), torch.randn(2, 4)
         block.cell.linear = nn.Linear(4, 4, bias=False)  # autocast serves library products only
         call = compiled(block)
@@ -274,7 +274,7 @@ class TestOfABlock:
         with torch.autocast("cpu", torch.bfloat16):
             assert_close(value, block(x), WELL_CONDITIONED * rounding(torch.bfloat16, 1))
 
-    def test_models_of_one_kind_share_their_code(self, compiled):
+    def test_models_of_a_kind_share_their_code(self, compiled):
         x = torch.randn(2, 3)
         with torch._dynamo.config.patch(recompile_limit=2):
             for _ in range(4):
@@ -297,7 +297,7 @@ class TestOfABlock:
         for call in (compiled(within), around):
             assert_same_derivatives(call, within, x, [scale])
 
-    def test_two_weights_in_the_place_of_a_tied_one(self, compiled):
+    def test_two_weights_in_place_of_a_tied_weight(self, compiled):
         cell, weight = Cell(), (0.1 * torch.randn(4, 4)).requires_grad_()
         cell.second = cell.linear.weight
         cell.forward = lambda z, x: Cell.forward(cell, z, x) + 0.1 * product(z, cell.second)
@@ -340,7 +340,7 @@ class TestOfABlock:
         condition = amplification(lambda z: cell(z, x), expected[0])
         assert_close(values, expected, after_solve(tol + rounding(torch.float32), condition, derivatives=1))
 
-    def test_two_leaves_of_one_gradient(self, compiled):
+    def test_two_leaves_of_the_same_gradient(self, compiled):
         block = DEQBlock(lambda z, x: torch.tanh(0.5 * z + x[0] + x[1]))
         x = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
         a, b = torch.autograd.grad(compiled(block)(x, torch.zeros(3, 4)).sum(), x)
@@ -481,7 +481,7 @@ class TestExport:
             assert_close(value, expected[0], model.tolerance(x, rounding(torch.float32)))
 
     @pytest.mark.filterwarnings("error:deqfast")
-    def test_each_of_two_blocks_is_one_loop(self):
+    def test_each_of_two_blocks_is_a_single_loop(self):
         """Torch takes equal calls for one, if it differentiates the exported program."""
         model, x = nn.Module().eval(), torch.randn(5, 4)
         cells = Cell(), SubhomogeneousCell(4, 4)

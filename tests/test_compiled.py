@@ -77,7 +77,7 @@ def test_the_bits_are_those_of_the_ordinary_solve(solver):
     assert (solutions[0].status == Status.NONFINITE).sum() == 1
 
 
-def test_one_block_serves_more_batch_sizes_shapes_and_settings_than_torch_compiles_a_function_for():
+def test_a_block_serves_more_batch_sizes_shapes_and_settings_than_torch_compiles_a_function_for():
     block = DEQBlock(halving, "picard", warn=False, compile=True)
     with at_most(2):
         for size in (2, 4, 6, 7, 9):
@@ -337,7 +337,7 @@ def test_an_error_on_the_way_is_none_of_compilation():
 
 
 @pytest.mark.tier("fast")
-def test_a_cell_of_one_buffer_run_as_written():
+def test_a_cell_of_a_single_buffer_run_as_written():
     buffer, x = torch.empty(2, 3), torch.randn(2, 3)
     blocks = both(lambda z, x: torch.add(0.5 * z, x, out=buffer), Anderson(TOL, 40))
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
@@ -416,7 +416,7 @@ def test_a_cell_sees_a_short_state_as_it_is_rounded():
 
 
 @pytest.mark.tier("fast")
-def test_threads_that_begin_together_make_one_code():
+def test_threads_that_begin_together_share_their_code():
     graphs, barrier = [], threading.Barrier(4)
     codes = Codes(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     with ThreadPoolExecutor(4) as pool:

@@ -416,7 +416,7 @@ class TestSolveDropout:
     """One mask for a solve and its gradient, another for the next."""
 
     @pytest.mark.parametrize("adjoint", ["jfb", Implicit(TIGHT), "phantom", "shine", Unrolled(60)], ids=str)
-    def test_a_call_has_one_mask_as_a_constant_and_the_next_call_another(self, adjoint):
+    def test_each_call_has_a_mask_of_its_own_as_a_constant(self, adjoint):
         block, x, masks = DEQBlock(Cell(drop=Recording(0.5)), TIGHT, adjoint), inputs(), []
         for _ in range(2):
             seen = block.cell.drop.seen = []

@@ -88,7 +88,7 @@ def test_the_notebook_is_made_of_its_page() -> None:
     assert script["PAGE"].with_suffix(".ipynb").read_text() == script["notebook"](script["PAGE"].read_text())
 
 
-def test_readme_fits_and_its_test_command_is_found() -> None:
+def test_readme_fits_and_has_the_test_command() -> None:
     """CI runs what stands between the marker and the end of the block."""
     text = README.read_text()
     assert len(text.splitlines()) <= 105

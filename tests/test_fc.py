@@ -128,7 +128,7 @@ class TestLaunches:
         ("size", "batch", "max_iter"), [(1, 1, 7), (63, 5, 30), (40, 37, 30), (300, 33, 12), (3, 0, 7)]
     )
     @pytest.mark.parametrize("iterations", [1, 2, 5])
-    def test_they_give_the_bits_of_one(self, size, batch, max_iter, iterations, dtype, monkeypatch):
+    def test_they_give_the_bits_of_a_single_thread(self, size, batch, max_iter, iterations, dtype, monkeypatch):
         rows = EVENTS[: batch - 1] if batch > 1 else ()
         case = FCCase(size=size, batch=batch, max_iter=max_iter, rows=rows, warm=True, **DTYPES[dtype])
         whole = torch.ops.deqfast.fc_fixed_point(*case.make(), *case.scalars())
@@ -315,7 +315,7 @@ class TestCells:
     @own_kernels
     @pytest.mark.parametrize("kind", ["linear", *ACTIVATIONS])
     @pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 1e-4), ("fp32", 0), ("fp64", 0)])
-    def test_one_launch_equals_the_loop(self, kind, dtype, rtol, kernel, device, launches):
+    def test_a_single_launch_equals_the_loop(self, kind, dtype, rtol, kernel, device, launches):
         skip_unserved(kernel, dtype)
         cell = (LinearCell(9) if kind == "linear" else FCCell(4, 9, kind)).to(device, DTYPES[dtype].get("dtype"))
         x = torch.randn(5, 9 if kind == "linear" else 4).to(next(cell.parameters()))

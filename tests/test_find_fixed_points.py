@@ -21,7 +21,7 @@ def grid(width, steps=9, dtype=FP64):
 
 
 @pytest.mark.parametrize("dtype", [FP64, torch.float32])
-def test_all_points_of_a_product_map_are_found_once(dtype):
+def test_each_point_of_a_product_map_is_returned_once(dtype):
     points = deqfast.find_fixed_points(cubic, grid(2, dtype=dtype))
     # Slopes at the points are at most 1.5, so |z - z*| <= |f(z) - z| / |1 - 1.5|: twice the tolerance.
     tolerance = 2 * (1e-8 if dtype == FP64 else 1e-5) * 1.3 * math.sqrt(2)

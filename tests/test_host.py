@@ -59,7 +59,7 @@ LOOK = "aten::_local_scalar_dense"
 
 @every_solver
 @pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
-def test_a_step_is_one_operation(name, kernel, device, monkeypatch):
+def test_a_step_is_a_single_operation(name, kernel, device, monkeypatch):
     """Next to f, between two looks: one op; where pairs are kept also a first copy, in case f reuses its buffer."""
     solver = SOLVERS[name](rtol=1e-30, max_iter=8)  # Anderson's window of 6 slides too
     for watch in (Watch, LateWatch):

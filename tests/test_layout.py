@@ -73,7 +73,7 @@ def test_no_circle_hides_from_the_interpreter():
     assert not [name for name, path in PATHS.items() if path.stem != "__init__" and "TYPE_CHECKING" in path.read_text()]
 
 
-def test_private_names_of_torch_stand_in_one_package():
+def test_private_names_of_torch_stand_in_torch_internals():
     outside = [path for path in PATHS.values() if "torch_internals" not in path.parts]
     lines = [f"{path.name}: {line}" for path in outside for line in path.read_text().splitlines()]
     suspect = [line for line in lines if PRIVATE.search(line) and "deqfast" not in line]

@@ -97,7 +97,7 @@ class TestLate:
     def lagging(self, monkeypatch):
         return Device(monkeypatch)
 
-    def test_one_call_late(self, lagging, recwarn):
+    def test_a_call_late(self, lagging, recwarn):
         layer, x = block(solver=Broyden(rtol=1e-6, max_iter=30)), torch.randn(5, 6)
         broken = x.clone()
         broken[1:3] = torch.nan

@@ -157,7 +157,7 @@ def test_the_cpu_object_is_that_of_the_instructions(capability, absent, name):
     assert python(script, ATEN_CPU_CAPABILITY=capability).split() == [f"deqfast.{name}", "True"]
 
 
-def test_top_level_is_the_fixed_one():
+def test_top_level_is_fixed():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in run("git", "ls-files", cwd=ROOT).splitlines()}

@@ -160,7 +160,7 @@ def alone():
 
 @pytest.mark.parametrize("adjoint", ["jfb", Unrolled(5), Reversible(5)], ids=repr)
 @pytest.mark.parametrize("solver", [Anderson(1e-6, 40), Auto(1e-6), Picard(1e-6, 40)], ids=repr)
-def test_a_group_of_one_changes_no_bit(alone, solver, adjoint):
+def test_a_group_of_a_single_process_changes_no_bit(alone, solver, adjoint):
     cell, x = FCCell(4, D), torch.randn(3, 4)
     grouped, usual = (
         DEQBlock(cell, solver, adjoint, warn=False, **more)(x, return_solution=True)
@@ -247,7 +247,7 @@ ON_FOUR = ["hsdp", "tensor"]
 
 @pytest.mark.tier("full")
 @pytest.mark.parametrize(("count", "names"), [(2, [name for name in CASES if name not in ON_FOUR]), (4, ON_FOUR)])
-def test_the_usual_recipe_trains_as_one_process(tmp_path, count, names):
+def test_the_usual_recipe_trains_as_a_single_process(tmp_path, count, names):
     in_processes(train_together, count, tmp_path, names)
     for case, name in ((CASES[name], name) for name in names):
         expected = case.train(case.model(), case.data(), lambda y: y.square().mean())
@@ -267,7 +267,7 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
-def fail_on_one(rank: int, count: int, path: Path) -> None:
+def fail_on_a_rank(rank: int, count: int, path: Path) -> None:
     join(rank, count, path)
     mesh, own, others = init_device_mesh("cpu", (count,)), "raised here", "rank 1 has raised an error"
     expected = pytest.raises(ValueError, match=own) if rank else pytest.raises(RuntimeError, match=others)
@@ -311,8 +311,8 @@ def interrupt_all(rank: int) -> None:
 
 
 @pytest.mark.tier("full")
-def test_an_error_of_one_process_ends_all(tmp_path):
-    in_processes(fail_on_one, 2, tmp_path)
+def test_an_error_of_a_process_ends_all(tmp_path):
+    in_processes(fail_on_a_rank, 2, tmp_path)
 
 
 def run_page(rank: int, count: int, path: Path) -> None:
@@ -419,20 +419,20 @@ IN_HALVES = {
 
 @pytest.mark.parametrize(("size", "width"), [(1.0, 1), (1.0, 63), (1.0, 777), (1e-200, 6), (1e200, 6)])
 @pytest.mark.parametrize("name", IN_HALVES)
-def test_rows_that_are_parts_are_solved_as_one(emulated, name, size, width):
+def test_rows_that_are_parts_are_solved_jointly(emulated, name, size, width):
     """Also if squares over- or underflow; on one kernel, halves of a sample are judged and stepped as wholes."""
     is_emulated = (name, size) == ("anderson-I", 1e-200)  # which takes long; test_steps.py has the other methods
-    assert_solved_as_one(name, size, width, ["torch", "cpp", *["cuda"] * is_emulated])
+    assert_solved_jointly(name, size, width, ["torch", "cpp", *["cuda"] * is_emulated])
 
 
 @pytest.mark.tier("full")
 @pytest.mark.skipif(not INTERPRETED, reason="the state is on the CPU")
 @pytest.mark.parametrize(("name", "size", "width"), [("anderson-I", 1.0, 63), ("picard", 1e200, 6)])
-def test_rows_that_are_parts_are_solved_as_one_by_triton(name, size, width):
-    assert_solved_as_one(name, size, width, ["triton"])
+def test_rows_that_are_parts_are_solved_jointly_by_triton(name, size, width):
+    assert_solved_jointly(name, size, width, ["triton"])
 
 
-def assert_solved_as_one(name: str, size: float, width: int, kernels: list[str]) -> None:
+def assert_solved_jointly(name: str, size: float, width: int, kernels: list[str]) -> None:
     x, normal = torch.randn(5, 2 * width).double(), nn.functional.normalize(torch.randn(2 * width).double(), dim=0)
     x[1], x[3] = 0, x[3] * 1e3  # a sample that is at its fixed point, and a larger one
 
@@ -520,5 +520,5 @@ def spread(rank: int, count: int, path: Path, names: list[str]) -> None:
 
 @pytest.mark.tier("full")
 @pytest.mark.parametrize(("count", "names"), [(2, [*SPREAD]), (4, ["anderson", "broyden-8"])])
-def test_a_sample_that_is_spread_has_one_status(tmp_path, count, names):
+def test_a_sample_that_is_spread_has_a_single_status(tmp_path, count, names):
     in_processes(spread, count, tmp_path, names)

@@ -12,7 +12,7 @@ from correctness import after_solve, assert_close, bounds, linear, rounding, tan
 from solutions import SOLVERS, Recorder, assert_same_solution
 
 import deqfast
-from deqfast import Anderson, Broyden, Picard, Solution, Status, _extension, solve
+from deqfast import Broyden, Picard, Solution, Status, _extension, solve
 from deqfast.engine.loop import LateWatch, Watch
 from deqfast.ops.choice import _warn_of_fallback
 
@@ -193,26 +193,6 @@ def test_an_empty_batch_calls_nothing(name, shape, kernel, device):
     assert solution.value.shape == shape and solution.evaluations == len(f) == 0
     assert solution.status.shape == solution.iterations.shape == solution.residual.shape == (0,)
     assert "empty batch" in repr(solution)
-
-
-STARTS = {
-    "contiguous": torch.zeros(2, 4, 3, 5),
-    "channels_last": torch.zeros(2, 4, 3, 5).to(memory_format=torch.channels_last),
-    "transposed": torch.zeros(2, 5, 4, 3).permute(0, 2, 3, 1),
-    "slice": torch.full((2, 4, 3, 9), torch.nan)[..., 2:7].zero_(),
-}
-
-
-@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("z0", STARTS.values(), ids=STARTS)
-def test_f_and_the_caller_see_the_memory_order_of_z0(z0, order):
-    f, strides = ring(ring_bias(2, 4 * 3 * 5).view(2, 4, 3, 5)), []
-    expected = solve(f, STARTS["contiguous"], Anderson(rtol=1e-4))
-    solution = solve(lambda z: strides.append(z.stride()) or f(z).to(memory_format=order), z0, Anderson(rtol=1e-4))
-    dense = torch.empty_like(z0).stride()
-    assert set(strides) == {dense} and solution.value.stride() == dense and (z0 == 0).all()
-    assert torch.equal(solution.iterations, expected.iterations)
-    assert_close(solution.value, expected.value, rounding(torch.float32))
 
 
 @pytest.mark.parametrize(

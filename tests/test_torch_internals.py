@@ -34,7 +34,7 @@ class TestGraphs:
         with pytest.raises(RuntimeError, match="shape"):
             autograd.vjp([z.mean(dim=1, keepdim=True)], [z], [torch.ones(3, 4)])
 
-    def test_nodes_are_numbered_in_the_order_of_their_recording_and_end_in_one_that_knows_its_leaf(self):
+    def test_nodes_are_numbered_in_the_order_of_their_recording_and_the_last_knows_its_leaf(self):
         x = torch.ones(2, requires_grad=True)
         before, number, after = x.exp(), next_node(), x.exp()
         assert node_of(before)._sequence_nr() < number == node_of(after)._sequence_nr()

@@ -57,7 +57,7 @@ def test_each_fault_shows_and_nothing_else(kernel, order, run):
 
 @pytest.mark.parametrize("implementation", ["emulated"], indirect=True)
 @pytest.mark.parametrize("op", [*NORM_OPS, "fc_fixed_point"])
-def test_one_launch_and_none_for_an_empty_batch(op, implementation):
+def test_a_single_launch_and_none_for_an_empty_batch(op, implementation):
     run, before = implementation.op(op), emulate.launches()
     run(*good(op).values())
     assert emulate.launches() - before == 1

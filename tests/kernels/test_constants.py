@@ -39,7 +39,7 @@ def test_python_and_cpp_hold_the_same_constants():
     assert header_constants() == ours
 
 
-def test_the_stop_rule_and_the_progress_have_one_order():
+def test_the_stop_rule_and_the_progress_have_the_same_order():
     body = {kind: re.search(rf"{kind} \{{([^}}]*)\}}", header("monitor.h"))[1] for kind in ("RuleNumbers", "Progress")}
     assert re.findall(r"(\w+)(?= *[;,])", body["RuleNumbers"]) == list(StopRule._fields)
     assert len(body["Progress"].split(",")) == len(PROGRESS) + 1
@@ -69,6 +69,6 @@ def signatures() -> dict[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_arguments_of_an_op_have_one_order(op):
+def test_the_arguments_of_an_op_have_the_same_order(op):
     table = re.findall(r"([\w\[\]]+)(?:\(\w!\))? (\w+)", OPS[op].schema.partition(" -> ")[0])
     assert signatures()[op] == [(TYPES[kind], name) for kind, name in table]

@@ -23,7 +23,7 @@ def test_programs_share_long_samples_where_the_batch_leaves_multiprocessors_idle
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("method", [None, "good", "and2"], ids=str)
-def test_a_device_that_is_not_the_current_one(method):
+def test_a_device_that_is_not_current(method):
     step = Kernel("triton").op("multisecant_step" if method else "picard_step")
     check_step(step, Case(method, size=31, k=3), "cuda:1")
     assert torch.cuda.current_device() == 0

@@ -103,7 +103,7 @@ def pickled(metric, features, labels):
     return copied(metric, features, labels, lambda metric: pickle.loads(pickle.dumps(metric)))
 
 
-def in_one_buffer(metric, features, labels):
+def in_a_buffer(metric, features, labels):
     buffer, label_buffer = torch.empty(259, 63), torch.empty(259, dtype=torch.int64)
     for part in (slice(0, 259), slice(259, 518), slice(518, 777)):
         buffer.copy_(features[part])
@@ -117,7 +117,7 @@ def in_a_collection(metric, features, labels):
     return metric
 
 
-WAYS = [reset, forward, merged, copied, pickled, in_one_buffer, in_a_collection]
+WAYS = [reset, forward, merged, copied, pickled, in_a_buffer, in_a_collection]
 
 
 @pytest.mark.covering(2)
@@ -251,7 +251,7 @@ def worker(rank, folder):
 
 
 @pytest.mark.tier("full")
-def test_two_processes_equal_one(tmp_path):
+def test_two_processes_equal_a_single_process(tmp_path):
     torch.multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=2)
     results, other = (pickle.loads((tmp_path / rank).read_bytes()) for rank in "01")
     assert results == other
