@@ -2,10 +2,13 @@
 
     bash benchmarks/gpu.sh bring
     bash benchmarks/gpu.sh short --seconds 500
+    bash benchmarks/gpu.sh kernels
+    bash benchmarks/gpu.sh layers
     bash benchmarks/gpu.sh checks
 
-`bring` builds what to take along, on a machine with nvcc and a package registry. `short` measures on the GPU: what
-decides most comes first. It is called until all phases are finished. `checks` is the second run: tests and sanitizers.
+`bring` builds what to take along, on a machine with nvcc and a package registry. `short` measures on the GPU what has
+not run there and decides most, `kernels` and `layers` the rest. A machine for 15 minutes suffices for each of them. A
+plan is called until all its phases are finished. `checks` has tests and sanitizers.
 
 A phase that is stopped continues after its rows in a later call. A call without --out continues runs/gpu. The archive
 there has every record, log and decision; $OUT, if set, gets a copy. To continue on another machine, unpack it into

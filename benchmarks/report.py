@@ -20,7 +20,6 @@ import math
 import re
 import signal
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ MODEL_TIMES = {"forward": "forward_ms", "training": "ms"}  # heading -> column o
 MARGIN = 0.05  # a smaller share of a time does not count
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # suffix of the names of the suite's problems: the scale of their injection
 DRAWN = ("fully connected tanh, digits", "residual block, cifar10")  # problems in the figure
-VARIANTS = ("gmres", "checkpoint")  # drawn hollow, in the colour of the adjoint that they vary
+TIGHT = 1e-5  # tolerance of the suite of problems in a figure
 DIGEST = "deqfast data"  # entry of a figure's PNG
 FACT = re.compile(r"<!-- ([\w-]+\.[\w.-]+) -->")
 BLOCK = re.compile(r"(<!-- numbers: ([\w ]+) -->)\n.*?(<!-- end of numbers -->|(?=<!-- numbers)|\Z)", re.DOTALL)
@@ -458,53 +457,84 @@ def calls(results: Results) -> dict[str, str]:
     return {method: span(some, digits) for method, some in shares.items()}
 
 
-METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anderson", "broyden": "Broyden"}  # as shown
+@dataclass(frozen=True)
+class Figure:
+    """Figure of rows, drawn by the function of ``harness.figures`` with the arguments `given` after the rows."""
+
+    name: str
+    draw: str
+    rows: Sequence[Row]
+    given: tuple[Any, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.rows, *self.given]).encode()).hexdigest()
+
+    def png(self) -> bytes:
+        figures = importlib.import_module("harness.figures")  # late, as only new figures need matplotlib
+        return getattr(figures, self.draw)(self.rows, *self.given, **{DIGEST: self.digest})
 
 
-def draw(courses: Sequence[Row], origin: str, digest: str) -> bytes:
-    """PNG of the best residual so far of the worst sample against time, a panel for each problem.
-
-    origin: of the numbers; digest: of all shown data, stored in the PNG.
-    """
-    style = figure_style()
-    cases = list(dict.fromkeys(row["case"] for row in courses))
-    figure, (axes,) = style.panels(1, len(cases), height=3.2, sharey=True)
-    for axis, case in zip(axes, cases, strict=True):
-        own = [row for row in courses if row["case"] == case]
-        axis.set_title(f"{case}: {own[0]['batch']} samples of {own[0]['dim']:,}")
-        axis.set(xlabel="time, f included (ms)", xscale="log", yscale="log", ylim=(3e-8, 3))
-        for row in sorted(own, key=lambda row: METHODS[row["provider"].split()[1]]):
-            library, method = row["provider"].split()[:2]
-            name = METHODS[method]
-            look = style.look(name) | {"marker": "", "ls": "-" if library == "deqfast" else "--"}
-            residuals = [value or math.nan for value in row["course"]["residual"]]
-            axis.plot(row["course"]["ms"], residuals, label=f"{name}, {library}", **look)
-    axes[0].set_ylabel("relative residual, worst sample")
-    style.legend(figure, 3, title=textwrap.fill(origin, 160), title_fontsize=7, handlelength=3)
-    return style.png(figure, **{DIGEST: digest})
+def figures(results: Results) -> Iterator[Figure]:
+    """All figures, with the rows that they show."""
+    courses, origin = first_run(results, "residual course", DRAWN)
+    yield Figure("time_to_residual", "residual_courses", courses, (origin,))
+    gradient_rows, origin = first_run(results, "options", SHOWN["gradients"])
+    names = {key: SHOWN[key] for key in ("gradients", "adjoints")}
+    yield Figure("gradient_error", "gradient_errors", gradient_rows, (origin, names))
+    yield Figure("layer_gains", "ratios", layer_gains(results), ("times as fast as torchdeq",))
+    yield Figure("model_ratios", "ratios", model_ratios(results), ("time of a training step / torchdeq's",))
+    yield Figure("state_sizes", "state_sizes", state_sizes(results))
+    suite = [row for row in raced(results) if SYNTHETIC.search(row["case"]) and row["tol"] == TIGHT]
+    shown = [row for row in suite if row["provider"] in SHOWN["drawn racers"]]
+    yield Figure("problems_solved", "problems_solved", shown, (len({row["case"] for row in suite}),))
 
 
-def draw_gradients(rows: Sequence[Row], origin: str, digest: str) -> bytes:
-    """PNG of the error of each adjoint's gradient against the time of a training step, a panel for each cell."""
-    style = figure_style()
-    figure, (axes,) = style.panels(1, len(SHOWN["gradients"]), height=3.4, sharey=True)
-    for axis, (case, title) in zip(axes, SHOWN["gradients"].items(), strict=True):
-        axis.set_title(title)
-        axis.set(xlabel="training step (ms)", yscale="log", ylim=(1e-7, 3))
-        by_name = {row["provider"]: row for row in rows if row["case"] == case}
-        for adjoint, shown in SHOWN["adjoints"].items():
-            row, name = by_name[adjoint], shown.strip("`")
-            filling = {"mfc": "none"} if adjoint in VARIANTS else {}
-            axis.plot(row["ms_min"], row["error"], ls="", ms=7, label=name, **style.look(name), **filling)
-        axis.set_xlim(0)
-    axes[0].set_ylabel("relative error of the gradient")
-    style.legend(figure, 3, title=textwrap.fill(origin, 160), title_fontsize=7)
-    return style.png(figure, **{DIGEST: digest})
+def first_run(results: Results, section: str, cases: Sequence[str]) -> tuple[list[Row], str]:
+    """Rows of some cases in the first record of a section, and their origin."""
+    runs = results.having(section)
+    origin = f"First of {len(runs)} runs. {results.origin(section)}".replace("`", "")
+    return [row for row in runs[0].rows if row["case"] in cases], origin
 
 
-def figure_style() -> Any:
-    """Style of the experiments' figures; late, as only new figures need matplotlib."""
-    return importlib.import_module("runs.style")
+def whisker(some: Sequence[float]) -> tuple[float, float, float]:
+    return min(some), median(some), max(some)
+
+
+def layer_gains(results: Results) -> list[Row]:
+    """Gains over torchdeq of whole layers, on a CPU over the runs and on each kind of GPU."""
+    lines = []
+    for case, name in SHOWN["drawn layers"].items():
+        runs = results.cases("training")[case][OURS]
+        gains = {"2 cores of a CPU": whisker([row["gains"][PEER] for row in runs])}
+        for record in results.on_gpu(True):
+            some = [row["gains"][PEER] for row in record.rows if (row["case"], row["provider"]) == (case, "cuda")]
+            gains |= {record.machine["gpu"].removesuffix(" HBM3"): whisker(some)} if some else {}
+        lines.append({"name": name, "values": gains})
+    return lines
+
+
+def model_ratios(results: Results) -> list[Row]:
+    """Times of a training step of published models relative to torchdeq's, the least first."""
+    lines = [
+        {"name": name.replace("`", ""), "values": {"training": whisker(ratios(runs, "ms"))}}
+        for name, runs in results.cases("models").items()
+    ]
+    return sorted(lines, key=lambda line: line["values"]["training"][1])
+
+
+def state_sizes(results: Results) -> list[Row]:
+    """Times per iteration without f by the elements of the state, of deqfast, torchdeq and the byte floor."""
+    points = []
+    for case, runs in results.cases("solves").items():
+        solver, _, size = case.rpartition("-")
+        if solver in SHOWN["drawn solvers"]:
+            own, peer = (median(values(runs, provider, "solver_ms")) for provider in (OURS, PEER))
+            elements = math.prod(map(int, size.split("x")))
+            floor = own / median(values(runs, OURS, "floor_x"))
+            times_of = {"deqfast": own, "torchdeq": peer, "floor": floor}
+            points.append({"solver": SHOWN["drawn solvers"][solver], "elements": elements} | times_of)
+    return points
 
 
 def filled(text: str, known: Mapping[str, Sequence[str]], path: Path) -> str:
@@ -544,16 +574,10 @@ def run(check: bool) -> list[str]:
         if (wanted := filled(text, lines, path)) != text:
             stale[path] = wanted.encode()
         wrong += [f"{path}, {fault}" for fault in wrong_numbers(wanted, known)]
-    for name, section, cases, drawn in (
-        ("time_to_residual.png", "residual course", DRAWN, draw),
-        ("gradient_error.png", "options", tuple(SHOWN["gradients"]), draw_gradients),
-    ):
-        figure, runs = ROOT / "benchmarks" / "results" / name, results.having(section)
-        origin = f"First of {len(runs)} runs. {results.origin(section)}".replace("`", "")
-        rows = [row for row in runs[0].rows if row["case"] in cases]
-        digest = hashlib.sha256(json.dumps([rows, origin]).encode()).hexdigest()
-        if not figure.is_file() or digest.encode() not in figure.read_bytes():
-            stale[figure] = b"" if check else drawn(rows, origin, digest)
+    for figure in figures(results):
+        path = ROOT / "benchmarks" / "results" / f"{figure.name}.png"
+        if not path.is_file() or figure.digest.encode() not in path.read_bytes():
+            stale[path] = b"" if check else figure.png()
     for path, content in stale.items():
         if check:
             wrong.append(f"{path} differs from the records: run python benchmarks/report.py")

@@ -26,51 +26,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Anderson",
-    "Auto",
-    "Availability",
-    "Broyden",
-    "Carry",
-    "Cell",
-    "CellHooks",
-    "DEQBlock",
-    "Diagnosis",
-    "FCCell",
-    "FixedPoints",
-    "Groups",
-    "Implicit",
-    "JFB",
-    "LinearCell",
-    "MixedAnderson",
-    "MonotoneCell",
-    "NCResult",
-    "Neumann",
-    "NeuralCollapse",
-    "Phantom",
-    "Picard",
-    "ResidualCell",
-    "Reversible",
-    "SHINE",
-    "Solution",
-    "SolveDropout",
-    "Solver",
-    "Status",
-    "SubhomogeneousCell",
-    "Unrolled",
-    "backends",
-    "diagnose",
-    "fc_fixed_point",
-    "find_fixed_points",
-    "fixed_point",
-    "make_graphed_step",
-    "neural_collapse",
-    "package_options",
-    "regularize",
-    "release_memory",
-    "root",
-    "solve",
-]
+__all__ = ["DEQBlock", "Groups", "Solution", "Status", "fc_fixed_point", "fixed_point", "root", "solve"]
+__all__ += ["Anderson", "Auto", "Broyden", "MixedAnderson", "Picard", "Solver"]
+__all__ += ["Implicit", "JFB", "Neumann", "Phantom", "Reversible", "SHINE", "Unrolled"]
+__all__ += ["Cell", "CellHooks", "FCCell", "LinearCell", "MonotoneCell", "ResidualCell", "SubhomogeneousCell"]
+__all__ += ["Carry", "Diagnosis", "FixedPoints", "SolveDropout", "diagnose", "find_fixed_points", "make_graphed_step"]
+__all__ += ["NCResult", "NeuralCollapse", "neural_collapse", "regularize"]
+__all__ += ["Availability", "backends", "package_options", "release_memory"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,9 @@ _ELSEWHERE = {
     "atol": ("stop", "stop_mode", "f_stop_mode"),
     "max_iter": ("threshold", "max_steps", "f_max_iter"),
     "drop_converged": ("compact",),
-    "stop_fn": ("halt",),
+    "stop_fn": ("halt", "callback"),
+    "cpp": ("cpu", "c++"),
+    "cuda": ("gpu",),
     "solver": ("f_solver",),
     "adjoint": ("b_solver", "grad"),
 }
@@ -137,20 +139,35 @@ def object_named(name: str, value: Any, kind: type[Kind], by_name: Mapping[str, 
         return by_name[value]()
     is_class = isinstance(value, type) and issubclass(value, kind)
     hint = f"; did you mean {value.__name__}()?" if is_class else did_you_mean(value, by_name)
-    raise ValueError(f"{name} must be a deqfast {name} or one of {', '.join(map(repr, by_name))}, got {value!r}{hint}")
+    kind_of = kind.__name__.lower()
+    raise ValueError(
+        f"{name} must be a deqfast {kind_of} or one of {', '.join(map(repr, by_name))}, got {value!r}{hint}"
+    )
+
+
+def described(value: Any) -> str:
+    """Return the value as an error shows it: of a tensor its dtype and shape only."""
+    return f"a tensor of {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {described(value)}")
 
 
 def check_cell(cell: Any) -> None:
     """Raise TypeError unless `cell` can be called as cell(z, x)."""
     if not callable(cell) or isinstance(cell, type):
-        raise TypeError(f"cell must be a module or another function of (z, x), got {cell!r}")
+        raise TypeError(f"cell must be a module or another function of (z, x), got {described(cell)}")
     if (signature := signature_of(cell)) is None:
         return
     try:
         signature.bind(None, None)
     except TypeError:
         taken = f"{type(cell).__name__}.forward" if _has_forward(cell) else getattr(cell, "__name__", "it")
-        raise TypeError(f"cell must accept (z, x), got {cell!r}: {taken} takes {signature}") from None
+        remedy = "several inputs go into x, as a tuple"
+        raise TypeError(f"cell must accept (z, x), got {cell!r}: {taken} takes {signature}; {remedy}") from None
 
 
 def signature_of(cell: Any) -> inspect.Signature | None:
@@ -168,12 +185,21 @@ def _has_forward(cell: Any) -> bool:
     return isinstance(cell, nn.Module) and type(cell).__call__ is nn.Module.__call__
 
 
-def check_batches(z0: Any, x: Any, error: RuntimeError) -> None:
-    """Raise ValueError naming the shapes of z0 and x if their batches differ and the error mentions shapes."""
-    complains = type(error) is RuntimeError and re.search(r"\b(size|shape)s?\b", str(error))
-    if complains and isinstance(z0, Tensor) and isinstance(x, Tensor) and z0.shape[:1] != x.shape[:1]:
+def check_start(z0: Any, x: Any, is_given: bool, error: RuntimeError) -> None:
+    """Raise ValueError with the start if the error is about shapes or types and may come from z0 or x.
+
+    Args:
+        is_given: whether z0 is an argument of the call, and not the block's own start.
+    """
+    complains = type(error) is RuntimeError and re.search(r"\b(size|shape|d?type)s?\b", str(error))
+    if not complains or not isinstance(z0, Tensor) or not isinstance(x, Tensor):
+        return
+    if z0.shape[:1] != x.shape[:1]:
         sizes = f"batches of different sizes, {tuple(z0.shape)} and {tuple(x.shape)}"
         raise ValueError(f"z0 and x have {sizes}, and the solve failed: {error}") from error
+    if not is_given:
+        remedy = "give x the cell's dtype, or the state another shape by z0=, init= or the cell's initial_state"
+        raise ValueError(f"the solve failed from its start, {described(z0)}: {remedy}; {error}") from error
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
@@ -185,3 +211,12 @@ def check_dense(name: str, tensor: Tensor) -> None:
         jagged = "a nested tensor, whose values() are rows for the `groups` of a solve"
         got = jagged if tensor.layout == torch.jagged else "a nested tensor" if tensor.is_nested else tensor.layout
         raise TypeError(f"{name} must be dense, of layout torch.strided, got {got}")
+
+
+def matplotlib_figure(user: str, width: float, height: float) -> Any:
+    """Return an empty figure of this size in inches for the method `user`, which needs matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{user} needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, height), layout="constrained")

@@ -119,8 +119,7 @@ def spectral_radius(
 
     Args:
         cell: the map (z, x) -> z, which must treat samples independently.
-        z: as for ``jacobian_penalty``.
-        x: as for ``jacobian_penalty``.
+        z, x: as for ``jacobian_penalty``.
         iterations: products with the Jacobian, at least 2.
         groups: for a cell that couples rows of z: the sample of each row, see ``solve``.
 

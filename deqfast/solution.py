@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._checks import matplotlib_figure
 from .torch_internals.transforms import values
 
 FEW = 64  # samples that Python counts faster than torch
@@ -27,7 +28,7 @@ class Status(IntEnum):
             gradient. Then f couples the samples, see `groups` of ``solve``, or changes between calls.
         STOPPED: the caller's rule `stop_fn` ended the solve of the sample.
         MAX_ITER: f was called max_iter times, and no iterate met the tolerance.
-        ESCAPED: f was called max_iter times. An iterate met the tolerance, but the sample had run away, see ``Solver``.
+        ESCAPED: f was called max_iter times. A residual met the tolerance only because f(z) had grown, see ``Solver``.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))
@@ -170,6 +171,21 @@ class Solution:
     def converged(self) -> Tensor:
         """Samples with the status CONVERGED, (B,) bool."""
         return self.status == Status.CONVERGED
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the trace: the residual of each sample's best iterate after every evaluation.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: the solve had no trace.
+        """
+        if self.trace is None:
+            raise ValueError("plot needs a trace, got trace=None: pass trace=True to the block or to solve")
+        figure = matplotlib_figure("Solution.plot", 6, 3.4)
+        axes = figure.subplots()
+        axes.semilogy(range(1, len(self.trace) + 1), self.trace.cpu())
+        axes.set(xlabel="evaluation", ylabel="residual of the best iterate, a line per sample")
+        return figure
 
     def __repr__(self) -> str:
         ended = self.status.tolist()

@@ -14,6 +14,7 @@ from deqfast.api.refusals import REFUSED
 from deqfast.engine.refusals import name_of
 
 PAGES = Path(__file__).parent / "pages"
+API = ("api.md", "api-more.md")
 TABLE = "<!-- what does not go together -->"
 OUTSIDE = re.compile(r"\]\((\.\./[^)\s]+\.(?:png|gif))\)")
 IN_REPOSITORY = re.compile(r"\]\(\.\./\.\./([^)\s]+\.md(?:#[^)\s]+)?)\)")
@@ -50,28 +51,34 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     table = "\n".join(["| way of running | refuses | because |", "|---|---|---|", *rows])
     lines = markdown.replace(TABLE, table).split("\n")
     markdown = "\n".join(UNIT.sub("\N{NO-BREAK SPACE}", line) if line.startswith("|") else line for line in lines)
-    if page.file.src_uri != "api.md":
+    if page.file.src_uri not in API:
         markdown = _linked(markdown, _documented())
     markdown = IN_REPOSITORY.sub(rf"]({config.repo_url}/blob/main/\1)", markdown)
     return OUTSIDE.sub(lambda match: f"]({_inside(match[1])})", markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Link the objects that docstrings name on the API page, except `fixed_point`, which is also a hook of a cell."""
-    if page.file.src_uri != "api.md":
+    """Link the objects that docstrings name on the API pages, except `fixed_point`, which is also a hook of a cell."""
+    if page.file.src_uri not in API:
         return html
     targets = {name: target for name, target in _documented().items() if name != "fixed_point"}
+    pages = {name: file.removesuffix(".md") + ".html" for file in API for name in _objects(file)}
 
     def link(code: re.Match[str]) -> str:
-        return f'<a href="#{targets[code[1]]}">{code[0]}</a>' if code[1] in targets else code[0]
+        target = targets.get(code[1])
+        return f'<a href="{pages[target]}#{target}">{code[0]}</a>' if target else code[0]
 
     return re.sub(r"(?<!<b>)<code>(?:deqfast\.)?([\w.]+)</code>", link, html)
 
 
 def _documented() -> dict[str, str]:
-    """Names by which pages call the objects of the API page, with the objects' full names."""
-    names = re.findall(r"^::: deqfast\.(.+)$", (PAGES / "api.md").read_text(), re.MULTILINE)
-    return {short: f"deqfast.{name}" for name in names for short in (name, name.rpartition(".")[2])}
+    """Names by which pages call the objects of the API pages, with the objects' full names."""
+    names = [name for file in API for name in _objects(file)]
+    return {short: name for name in names for short in (name.removeprefix("deqfast."), name.rpartition(".")[2])}
+
+
+def _objects(file: str) -> list[str]:
+    return re.findall(r"^::: (deqfast\..+)$", (PAGES / file).read_text(), re.MULTILINE)
 
 
 def _linked(markdown: str, documented: dict[str, str]) -> str:

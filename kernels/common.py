@@ -134,11 +134,11 @@ def sum_numbers(p_numbers, o_i, S):
 
 
 @triton.jit
-def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.constexpr = False):
+def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, ARE_NORMS: tl.constexpr = False):
     """Norms of f(z) - z and f(z), rows of D elements; gg and ff are their sums of squares.
 
     The rows are read a second time for the largest magnitudes, if these are the norms (`maximum`) or a sum is not
-    sound. If a sum is not sound, a third pass sums the squares of both over a scale. OF_NORMS: p_z and p_fz
+    sound. If a sum is not sound, a third pass sums the squares of both over a scale. ARE_NORMS: p_z and p_fz
     point to norms of parts of f(z) - z and of f(z).
     """
     dtype: tl.constexpr = gg.dtype
@@ -153,7 +153,7 @@ def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.cons
             m_d = o_d < D
             b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
             b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
-            b_g = b_z if OF_NORMS else b_fz - b_z
+            b_g = b_z if ARE_NORMS else b_fz - b_z
             b_res = tl.maximum(b_res, magnitude(b_g))
             b_f = tl.maximum(b_f, magnitude(b_fz))
         res_norm = tl.max(b_res, axis=0)
@@ -168,7 +168,7 @@ def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.cons
                 m_d = o_d < D
                 b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
                 b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
-                b_g = (b_z if OF_NORMS else b_fz - b_z) / res_scale
+                b_g = (b_z if ARE_NORMS else b_fz - b_z) / res_scale
                 b_fz = b_fz / f_scale
                 b_res = tl.fma(b_g, b_g, b_res)
                 b_f = tl.fma(b_fz, b_fz, b_f)
@@ -193,7 +193,7 @@ def norms_of_parts(p_numbers, S, maximum, BLK: tl.constexpr):
     gg = sum_number(p_numbers, norm_number("gg"), S, BLK)
     ff = sum_number(p_numbers, norm_number("ff"), S, BLK)
     p_res = p_numbers + norm_number("g") * S
-    return norms_of(p_res, p_numbers + norm_number("f") * S, S, gg, ff, maximum, BLK, OF_NORMS=True)
+    return norms_of(p_res, p_numbers + norm_number("f") * S, S, gg, ff, maximum, BLK, ARE_NORMS=True)
 
 
 @triton.jit

@@ -22,17 +22,11 @@ MAX_PLANS = 4096
 
 
 class Launch:
-    """A kernel, its grid, and where its arguments come from.
+    """A kernel, its grid of programs, and where its arguments come from.
 
-    Args:
-        kernel: jit function.
-        grid: number of programs in each dimension.
-        given: arguments by name that are the same in all steps of a plan, and options of the compiler. Arguments of
-            other kernels are left out.
-        buffers: names of the tensors that a plan allocates, and of the results.
-        rule: names of the numbers of the stop rule.
-
-    Other arguments are taken from the table of the step, under their names without "p_".
+    given: arguments by name that are the same in all steps of a plan, and options of the compiler. Arguments of other
+    kernels are left out. buffers: names of the tensors that a plan allocates, and of the results. rule: names of the
+    numbers of the stop rule. Other arguments are taken from the step's table, under their names without "p_".
     """
 
     def __init__(

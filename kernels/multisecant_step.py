@@ -15,6 +15,8 @@ T or bfloat16. Everything is computed in T. The window of a step is in the first
 
 The halves of a step, see ``deqfast.ops.steps.split``: left and totals; then enter, solve, right and row.
 
+Arguments of helpers in capitals, `first` and `dtype` are constants of the compiled code.
+
 The transposed product alpha (beta v - L gamma), N^T gamma = DF^T v, has three kernels: dots, gamma, product.
 """
 
@@ -77,7 +79,7 @@ def _padded(count):
 
 
 @triton.jit
-def _zeros(COUNT: tl.constexpr, BLK: tl.constexpr, FOLD: tl.constexpr, dtype: tl.constexpr):
+def _zeros(COUNT, BLK, FOLD, dtype):
     LENGTH: tl.constexpr = _sums_of(BLK, FOLD)
     vectors = ()
     for _ in tl.static_range(COUNT):
@@ -86,7 +88,7 @@ def _zeros(COUNT: tl.constexpr, BLK: tl.constexpr, FOLD: tl.constexpr, dtype: tl
 
 
 @triton.jit
-def _folded(b_x, FOLD: tl.constexpr):
+def _folded(b_x, FOLD):
     """Sums of the FOLD columns that one thread has, so that it keeps one register per sum. FOLD < 0: not adjacent."""
     if FOLD > 0:
         return tl.sum(tl.reshape(b_x, [b_x.shape[0] // FOLD, FOLD]), axis=1)
@@ -95,7 +97,7 @@ def _folded(b_x, FOLD: tl.constexpr):
 
 
 @triton.jit
-def _with_dots(sums, rows, b_x, first: tl.constexpr, FOLD: tl.constexpr):
+def _with_dots(sums, rows, b_x, first, FOLD):
     """The sums, a vector per pair, plus the products of x with the rows of the pairs from `first` on."""
     result = ()
     for i in tl.static_range(len(sums)):
@@ -107,19 +109,7 @@ def _with_dots(sums, rows, b_x, first: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
-def _dots(
-    p_x,
-    p_rows,
-    window,
-    D,
-    begin,
-    end,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    FOLD: tl.constexpr,
-    BLK: tl.constexpr,
-    dtype: tl.constexpr,
-):
+def _dots(p_x, p_rows, window, D, begin, end, PAIRS, ROWS, FOLD, BLK, dtype):
     """Sums, a vector per pair, of the products of x with the rows of a window in the columns [begin, end)."""
     sums = _zeros(PAIRS, BLK, FOLD, dtype)
     for start in tl.range(begin, end, BLK, disable_licm=True):
@@ -146,25 +136,12 @@ def _sum_all(vectors):
 
 
 @triton.jit
-def _entry(b_x, i: tl.constexpr):
+def _entry(b_x, i):
     return tl.sum(tl.where(tl.arange(0, b_x.shape[0]) == i, b_x, 0.0), axis=0)
 
 
 @triton.jit
-def _sweep_left(
-    sample,
-    window,
-    D,
-    begin,
-    end,
-    beta,
-    first: tl.constexpr,
-    METHOD: tl.constexpr,
-    PASS: tl.constexpr,
-    ROWS: tl.constexpr,
-    FOLD: tl.constexpr,
-    BLK: tl.constexpr,
-):
+def _sweep_left(sample, window, D, begin, end, beta, first, METHOD, PASS, ROWS, FOLD, BLK):
     """Sums over the columns [begin, end): of the newest pair, see ``_store_newest``, then L g, L y and L s by slot.
 
     The dots are those of PASS slots from `first` on, and 0 for the newest. y = f(z) - f_prev - s, with s the step in
@@ -231,7 +208,7 @@ def _store_newest(p_gram, p_t, window, b_new):
 
 
 @triton.jit
-def _store_dots(p_gram, p_t, window, beta, first: tl.constexpr, t, q, p, METHOD: tl.constexpr):
+def _store_dots(p_gram, p_t, window, beta, first, t, q, p, METHOD):
     """t, the newest column of N and, for Y and ANDERSON_I, its row, for the other pairs in slots from `first` on.
 
     t, q and p are dots of the rows of L with g, y and s. The column gets q; so does the row if L holds Y. For
@@ -332,7 +309,7 @@ def _multisecant_left_kernel(
 
 
 @triton.jit
-def _summed(p_numbers, S, METHOD: tl.constexpr, MP: tl.constexpr):
+def _summed(p_numbers, S, METHOD, MP):
     """The sums of ``_sweep_left`` over the S programs of a sample."""
     o_i = tl.arange(0, MP)
     b_new = common.sum_numbers(p_numbers, number_of("new", MP) + tl.arange(0, 8), S)
@@ -474,22 +451,7 @@ def _multisecant_solve_kernel(
 
 @triton.jit
 def _sweep_right(
-    sample,
-    window,
-    gammas,
-    D,
-    begin,
-    end,
-    improved,
-    alpha,
-    beta,
-    METHOD: tl.constexpr,
-    SOLVE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PASS: tl.constexpr,
-    ROWS: tl.constexpr,
-    FOLD: tl.constexpr,
-    BLK: tl.constexpr,
+    sample, window, gammas, D, begin, end, improved, alpha, beta, METHOD, SOLVE, PAIRS, PASS, ROWS, FOLD, BLK
 ):
     """z <- z + H(alpha (beta g - DF gamma)) in the columns [begin, end); DF^T s by slot if L holds steps.
 

@@ -65,7 +65,7 @@ def relu(x):
 
 @triton.jit
 def value_of(maps, norm2, o_t, m_t, dtype: tl.constexpr):
-    """v of a tile that is not on chip, see ``statistics``, 0 if masked. norm2: GN2's numbers, if v is behind GN2."""
+    """v of a tile that is not on chip, see ``statistics``, 0 if masked. norm2: GN2's numbers, if v follows GN2."""
     b_v = load_tile(maps[0], o_t, m_t, dtype)
     if len(maps) > 1:
         b_v += load_tile(maps[1], o_t, m_t, dtype)

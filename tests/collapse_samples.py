@@ -1,7 +1,5 @@
 """Samples around class means, and the definitions of the metrics with D x D matrices in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

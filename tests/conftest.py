@@ -1,7 +1,5 @@
 """Fixtures of all tests: kernels, devices, poisoned memory; and a header with the tested versions and kernels."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

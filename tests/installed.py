@@ -7,8 +7,6 @@
 The exit status is 1 if anything is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import sys

@@ -33,7 +33,7 @@ def every_perturbation(instructions: set[str]) -> list[tuple[str, dict[str, str]
     no_mkl = "" if torch.backends.mkl.is_available() else "torch was built without MKL"
     no_onednn = "" if torch.backends.mkldnn.is_available() else "torch was built without oneDNN"
     one_core = "" if (os.cpu_count() or 1) > 1 else "this machine has one core"
-    found: list[tuple[str, dict[str, str], str]] = [("as it comes", {}, "")]
+    chosen: list[tuple[str, dict[str, str], str]] = [("as it comes", {}, "")]
     for name, variable, absent, value, needs, leaves_out in (
         ("aten", "ATEN_CPU_CAPABILITY", "", "default", "", ""),
         ("aten", "ATEN_CPU_CAPABILITY", "", "avx2", "avx2", "avx512f"),
@@ -53,8 +53,8 @@ def every_perturbation(instructions: set[str]) -> list[tuple[str, dict[str, str]
             absent = absent or f"this processor has no {needs}"
         if leaves_out not in {"", *instructions}:
             absent = absent or f"without {leaves_out} it is as it comes"
-        found.append((f"{name} {value}", {variable: value}, absent))
-    return found
+        chosen.append((f"{name} {value}", {variable: value}, absent))
+    return chosen
 
 
 def instructions() -> set[str]:
@@ -81,7 +81,7 @@ def main() -> int:
     runs.add_argument("--only", nargs="+", default=[""], metavar="NAME", help=f"of {names}, or their starts")
     runs.add_argument("selection", nargs="*", default=REST, help="arguments of pytest, after a --")
     given = runs.parse_args()
-    chosen = [one for one in chosen if one[0].startswith(tuple(given.only))]
+    chosen = [each for each in chosen if each[0].startswith(tuple(given.only))]
     if not chosen:
         runs.error(f"--only must be among {names}, got {' '.join(given.only)}")
     failures = defaultdict(list)
@@ -91,8 +91,8 @@ def main() -> int:
             print(f"{label}: skipped, {absent}", flush=True)
             continue
         print(f"{label}: ...", flush=True)
-        bad, told = run(environment, given.selection)
-        print(f"{label}: {told}", *sorted(bad), sep="\n    ", flush=True)
+        bad, summary = run(environment, given.selection)
+        print(f"{label}: {summary}", *sorted(bad), sep="\n    ", flush=True)
         for test in bad:
             failures[test].append(name)
     for test, under in sorted(failures.items()):

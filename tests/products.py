@@ -34,10 +34,10 @@ def replace(op: str) -> None:
 
     @torch._disable_dynamo
     def changed(keys: Any, *arguments: Any, **named: Any) -> Any:
-        found = kernel.call_boxed(keys, *arguments, **named)
-        for product in found if isinstance(found, (tuple, list)) else [found]:
+        result = kernel.call_boxed(keys, *arguments, **named)
+        for product in result if isinstance(result, (tuple, list)) else [result]:
             change(product)
-        return found
+        return result
 
     LIBRARY.impl(op, changed, "CPU", with_keyset=True)
 

@@ -61,8 +61,10 @@ class Graph:
         for func, args, kwargs, results in self.calls:
             again = pytree.tree_leaves(func(*args, **kwargs))
             for held, new in zip(pytree.tree_leaves(results), again, strict=True):
-                if isinstance(held, torch.Tensor) and held.data_ptr() != new.data_ptr():
-                    held.copy_(new)
+                if isinstance(held, torch.Tensor):
+                    held, new = (t if t.layout == torch.strided else t.values() for t in (held, new))
+                    if held.data_ptr() != new.data_ptr():
+                        held.copy_(new)
 
 
 class Recorder(TorchDispatchMode):

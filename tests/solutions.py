@@ -1,7 +1,5 @@
 """The solvers under test, what they evaluate, and what must hold for their solutions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial

@@ -6,8 +6,6 @@ import gc
 import math
 import re
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -111,14 +109,6 @@ class TestDefinitions:
         expected = torch.autograd.grad(z, toy.inputs, toy.cotangent)
         assert_close(toy.gradients(Reversible(steps, damping), solver), expected, GRADIENT)
 
-    def test_reversible_notices_a_way_back_that_leaves_the_range_of_the_dtype(self):
-        weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) / 3
-        block = DEQBlock(lambda z, x: torch.relu(z @ weight) + x, adjoint=Reversible(100, relaxation=0.9), warn=False)
-        z = block(torch.ones(2, 8, requires_grad=True))
-        assert bool(torch.isfinite(z).all())
-        with pytest.raises(RuntimeError, match="off z0: take fewer steps than 100"):
-            z.sum().backward()
-
     def test_reversible_judges_the_way_back_sample_by_sample(self):
         """One sample of a thousand goes astray, by a hundredth of its length: their mean does not show it."""
         toy, off = Toy(batch=1000), torch.zeros(1000, 1, dtype=torch.float64)
@@ -166,12 +156,12 @@ class TestDefinitions:
         assert torch.equal(value, z) and torch.equal(solution.value, z) and not solution.value.requires_grad
         inputs = (z0, *toy.inputs)
         expected = torch.autograd.grad(z, inputs, toy.cotangent, create_graph=True)
-        found = torch.autograd.grad(value, inputs, toy.cotangent, create_graph=True)
-        assert_close(found, expected, rounding(torch.float64))
-        seconds = [torch.autograd.grad(sum(g.exp().sum() for g in first), inputs) for first in (found, expected)]
+        actual = torch.autograd.grad(value, inputs, toy.cotangent, create_graph=True)
+        assert_close(actual, expected, rounding(torch.float64))
+        seconds = [torch.autograd.grad(sum(g.exp().sum() for g in first), inputs) for first in (actual, expected)]
         assert_close(*seconds, GRADIENT)
         checkpointed = DEQBlock(toy.cell, solver, Unrolled(steps, checkpoint=True), warn=False)(toy.x, z0=z0)
-        assert all(map(torch.equal, torch.autograd.grad(checkpointed, inputs, toy.cotangent), found))
+        assert all(map(torch.equal, torch.autograd.grad(checkpointed, inputs, toy.cotangent), actual))
         absolute = (z - before).norm(dim=1).detach()
         assert_close(solution.residual_abs, absolute, rounding(torch.float64))
         assert_close(solution.residual_rel, absolute / z.norm(dim=1).detach(), rounding(torch.float64))
@@ -301,9 +291,9 @@ def test_a_backward_solve_in_low_precision_ends_at_its_floor(dtype):
         lambda z, x: torch.tanh(z @ weight.to(dtype) + x), adjoint=Implicit(Broyden(rtol=1e-6, max_iter=60))
     )
     block(x).sum().backward()
-    found = block.backward_solution
-    assert found.value.dtype == dtype and found.evaluations < 60
-    assert set(found.status.tolist()) <= {Status.CONVERGED, Status.STALLED}
+    solution = block.backward_solution
+    assert solution.value.dtype == dtype and solution.evaluations < 60
+    assert set(solution.status.tolist()) <= {Status.CONVERGED, Status.STALLED}
     assert torch.func.jvp(block, (x.detach(),), (torch.ones_like(x),))[1].dtype == dtype
 
 
@@ -347,41 +337,24 @@ class TestSecondDerivatives:
         assert torch.autograd.gradgradcheck(force, toy.inputs, **FINITE_DIFFERENCES)
 
 
-class TestStructures:
-    # For a state of two tensors: its cell by the toy's, and the toy's value by its own.
-    STATES = {
-        "one of them in the loss": (lambda f, z: (f(z[0]), 0.5 * z[1] + z[0]), lambda z: z[0]),
-        "one that depends on nothing differentiable": (
-            lambda f, z: (f(z[0]), torch.ones_like(z[1])),
-            lambda z: z[0] + z[1],
-        ),
-    }
+@every_adjoint
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_a_low_precision_state_and_one_that_depends_on_nothing(adjoint, low):
+    """The gradient equals the one of the same numbers in float64, to rounding."""
+    toy, both = Toy(), []
+    for dtype in (low, torch.float64):
+        w = toy.w.detach().to(low).to(dtype).requires_grad_()
+        x = (toy.x.detach().to(low) @ toy.u.detach().to(low).T).to(dtype)
+        solver, z0 = Broyden(rtol=2 * torch.finfo(low).eps), toy.z0.to(low).to(dtype)
 
-    @every_adjoint
-    @pytest.mark.parametrize(("cell", "joined"), STATES.values(), ids=STATES)
-    def test_a_state_of_two_tensors(self, adjoint, cell, joined):
-        toy = Toy()
-        block = DEQBlock(
-            lambda z, x: cell(lambda z: toy.cell(z, x[0]), z), toy.block("jfb").solver, adjoint, warn=False
-        )
-        z = joined(block([toy.x], z0=(toy.z0, toy.z0)))
-        assert_close(torch.autograd.grad(z, toy.inputs, toy.cotangent), toy.gradients(adjoint), GRADIENT)
+        def cell(z, x, w=w):
+            return torch.tanh(z[0] @ w.T + x), torch.ones_like(z[1]), 0.5 * z[2] + z[0]
 
-    @every_adjoint
-    @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-    def test_a_low_precision_state(self, adjoint, low):
-        """Its gradient equals the one of the same numbers in float64, to rounding."""
-        toy, found = Toy(), []
-        for dtype in (low, torch.float64):
-            w = toy.w.detach().to(low).to(dtype).requires_grad_()
-            x = (toy.x.detach().to(low) @ toy.u.detach().to(low).T).to(dtype)
-            solver = Broyden(rtol=2 * torch.finfo(low).eps)
-            block = DEQBlock(lambda z, x, w=w: torch.tanh(z @ w.T + x), solver, adjoint, warn=False)
-            z = block(x, z0=toy.z0.to(low).to(dtype))
-            z.sum().backward()
-            assert z.dtype == w.grad.dtype == dtype
-            found.append(w.grad)
-        assert_close(*found, 16 * torch.finfo(low).eps)
+        z = DEQBlock(cell, solver, adjoint, warn=False)(x, z0=(z0, z0, z0))
+        (z[0] + z[1]).sum().backward()
+        assert z[0].dtype == w.grad.dtype == dtype
+        both.append(w.grad)
+    assert_close(*both, 16 * torch.finfo(low).eps)
 
 
 @every_adjoint
@@ -399,8 +372,8 @@ def test_backward_passes_are_alike_and_the_graph_is_freed_with_the_output(adjoin
     gc.disable()
     try:
         z = DEQBlock(cell, adjoint=adjoint, warn=False)(toy.x, z0=toy.z0)
-        found = [torch.autograd.grad(z, toy.inputs, toy.cotangent, retain_graph=keep) for keep in retained]
-        assert all(all(map(torch.equal, each, found[0])) for each in found)
+        passes = [torch.autograd.grad(z, toy.inputs, toy.cotangent, retain_graph=keep) for keep in retained]
+        assert all(all(map(torch.equal, each, passes[0])) for each in passes)
         del z
         assert held and all(reference() is None for reference in held)
     finally:
@@ -432,12 +405,11 @@ def test_names_stand_for_default_adjoints():
 
 
 class Scaled(nn.Module):
-    """z = k tanh(N(W z)) + the sum of x, with a buffer k; `norm` and `weight` may change between calls."""
+    """z = k tanh(N(W z)) + the sum of x, with a buffer k."""
 
-    def __init__(self, norm: type[nn.Module] = nn.Identity, parametrize: Callable[[nn.Module], Any] = lambda m: m):
+    def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.norm = parametrize(Linear(4, 4)), norm(4)
+        self.linear, self.norm = Linear(4, 4), nn.BatchNorm1d(4)
         self.register_buffer("k", torch.tensor(0.3))
 
     def forward(self, z, x):
@@ -458,11 +430,11 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_backward_pass_that_calls_the_cell_notices_what_has_been_written_to(name, adjoint):
     """The backward pass would compute the gradient of another function. A lambda hides the tensors of a module."""
-    cell, x, z0 = Scaled(nn.BatchNorm1d).eval(), [torch.randn(3, 4), torch.randn(3, 4)], torch.randn(3, 4)
-    given = (lambda z, x: cell(z, x)) if name.startswith("a weight") else cell
-    value = DEQBlock(given, adjoint=adjoint, warn=False)(x, z0)
+    module, x, z0 = Scaled().eval(), [torch.randn(3, 4), torch.randn(3, 4)], torch.randn(3, 4)
+    cell = (lambda z, x: module(z, x)) if name.startswith("a weight") else module
+    value = DEQBlock(cell, adjoint=adjoint, warn=False)(x, z0)
     with torch.no_grad():
-        CHANGES[name](cell, x, z0)
+        CHANGES[name](module, x, z0)
     if isinstance(adjoint, Reversible) and name == "z0":
         return value.sum().backward()  # it keeps a copy
     named = "" if isinstance(adjoint, Reversible) and "weight" in name else f"{name} has been "  # torch's own error

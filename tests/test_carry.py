@@ -154,37 +154,3 @@ def test_a_wrong_state_changes_nothing():
             carry.load_state_dict(changed and wrong)
         kept, expected = (pytree.tree_leaves(each) for each in (carry.state_dict(), state))
         assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(kept, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("broyden", numbered(4), 2), "init must be a DEQBlock or a function of the data, got 'broyden'"),
-        ((block(), torch.ones(4, 3), 2), "batches must be an iterable of batches, got Tensor"),
-        ((block(), numbered(4), 0), "size must be at least 1, got 0"),
-        ((block(), [], 2), "batches must have at least one sample, got none"),
-        ((block(), [("a", torch.ones(1))], 2), r"batches must hold tensors .*, got \['str', \(1,\)\]"),
-        ((block(), [(torch.ones(2, 3), torch.ones(1))], 2), "equally many rows"),
-        ((block(), [(torch.ones(2, 3),), (torch.ones(2, 4),)], 4), "batches must have rows of"),
-        ((lambda data: data[0][:1], numbered(4), 2), "the states of init must have 2 rows"),
-        ((torch.nn.DataParallel(block()), numbered(4), 2), "DEQBlock itself, got it within a DataParallel"),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        assert len(Carry(*arguments))
-
-
-@pytest.mark.parametrize(
-    ("z", "done", "message"),
-    [
-        ((torch.ones(4, 3),), torch.zeros(4) > 0, "z must have the structure"),
-        (torch.ones(3, 3), torch.zeros(4) > 0, "z must have 4 rows"),
-        (torch.ones(4, 3).double(), torch.zeros(4) > 0, "z must have rows of .*float32.*got .*float64"),
-        (torch.ones(4, 3), torch.zeros(4).int(), r"done must be a mask \(4,\) torch.bool, got \(4,\) torch.int32"),
-        (torch.ones(4, 3), True, "done must be a mask"),
-    ],
-)
-def test_wrong_steps(z, done, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        Carry(block(), numbered(4), size=4).advance(z, done)

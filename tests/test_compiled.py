@@ -22,11 +22,9 @@ TOL = 1e-6
 SOLVER = Broyden(TOL, 40)
 
 
-class Halving(nn.Module):
-    """z/2 + x, which inductor computes bit by bit as eager mode does."""
-
-    def forward(self, z, x):
-        return 0.5 * z + x
+def halving(z, x):
+    """It is what inductor computes bit by bit as eager mode does."""
+    return 0.5 * z + x
 
 
 class Linear(nn.Module):
@@ -67,10 +65,10 @@ def both(cell, solver, adjoint="jfb", **options):
         pytest.param(Broyden(1e-5, 30, history_size=2, norm="max"), marks=pytest.mark.tier("full")),
         pytest.param(Broyden(max_iter=1), marks=pytest.mark.tier("full")),
     ],
-    ids=["picard", "damped", "anderson", "anderson-I-bf16", "broyden", "window", "one-evaluation"],
+    ids=str,
 )
 def test_the_bits_are_those_of_the_ordinary_solve(solver):
-    ordinary, compiled = both(Halving(), solver)
+    ordinary, compiled = both(halving, solver)
     for batch in (5, 0, 63) if solver == Broyden(1e-5, 30) else (777,):
         x = torch.randn(batch, 3)
         x[1:2] = float("nan")  # spoils no other sample
@@ -80,7 +78,7 @@ def test_the_bits_are_those_of_the_ordinary_solve(solver):
 
 
 def test_one_block_serves_more_batch_sizes_shapes_and_settings_than_torch_compiles_a_function_for():
-    block = DEQBlock(Halving(), "picard", warn=False, compile=True)
+    block = DEQBlock(halving, "picard", warn=False, compile=True)
     with at_most(2):
         for size in (2, 4, 6, 7, 9):
             assert block(torch.randn(size, 3)).shape == (size, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -336,15 +335,6 @@ class TestParametrisedWeights:
         left = 2 * ((1 + rate) / 2) ** 25 if isinstance(adjoint, Reversible) else after_solve(TIGHT.tol, 1 / (1 - rate))
         assert_close(torch.tanh(0.4 * value @ weight.T + x), value, left)
 
-    @every_kind
-    def test_second_derivatives(self, kind):
-        x, both, block = inputs(), [], DEQBlock(Cell(kind).eval(), TIGHT)
-        tensors = [x, *block.parameters()]
-        for block.adjoint in (Implicit(TIGHT), Unrolled(60)):
-            first = torch.autograd.grad(block(x).sin().sum(), tensors, create_graph=True)
-            both.append(torch.autograd.grad(sum(g.square().sum() for g in first), tensors))
-        assert_close(*both, GRADIENT)
-
     @pytest.mark.parametrize("where", ["the cell", "its parametrization"])
     def test_released_after_an_error(self, where):
         cell, second = Cell(Counted()), Counted()
@@ -399,19 +389,6 @@ class TestParametrisedWeights:
             for p in block.parameters():
                 p.mul_(2)
         assert_close(actual, torch.autograd.grad(block(x).sum(), list(block.parameters())), GRADIENT)
-
-    @pytest.mark.parametrize("adjoint", [a for a in ADJOINTS if a != Reversible(25)], ids=str)
-    def test_replicas_of_data_parallel(self, adjoint, monkeypatch):
-        """Which list no parameters: theirs are results of operations, which Reversible refuses."""
-        module = importlib.import_module("torch.nn.parallel.replicate")
-        monkeypatch.setattr(
-            module, "_broadcast_coalesced_reshape", lambda tensors, *_, **__: [[t.clone() for t in tensors]]
-        )
-        monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
-        block, x = DEQBlock(Cell(weight_norm), TIGHT, adjoint), inputs()
-        (replica,) = module.replicate(block, ["cpu"])
-        actual = torch.autograd.grad(replica(x).square().sum(), [x, *block.parameters()])
-        assert_close(actual, gradients(block, x), GRADIENT)
 
     def test_cuda_graphs_refuse_weights_cached_by_others(self):
         """A graph would read them in a later solve, when they no longer exist."""

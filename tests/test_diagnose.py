@@ -38,8 +38,8 @@ class TestFindings:
         expected["Phantom(steps=5, relaxation=0.5)"] = ((1 + q) / 2) ** 5
         assert report.gradients.keys() == expected.keys()
         for name, error in expected.items():
-            for found in (report.gradients[name].estimated, report.gradients[name].measured):
-                assert_close(found, torch.full((2,), error).double(), 1e-2)
+            for value in (report.gradients[name].estimated, report.gradients[name].measured):
+                assert_close(value, torch.full((2,), error).double(), 1e-2)
 
     def test_a_norm_above_the_radius(self):
         matrix, x = torch.tensor([[0.5, 3.0], [0.0, 0.4]]).double(), torch.randn(3, 2).double()
@@ -64,7 +64,7 @@ class TestFindings:
         assert "No solver converges from here, and |f(z)| grows from 3 to " in said(report)
 
     @pytest.mark.parametrize(
-        ("cell", "advice", "is_found"),
+        ("cell", "advice", "holds"),
         [
             (lambda z, x: torch.tanh(z / 2 + 1) + 0 * x, "the same for other x", lambda d: d.dependence.max() < 1e-4),
             (lambda z, x: z + 1e-4 * torch.tanh(x), "nearly the identity", lambda d: d.step.max() < 1e-3),
@@ -75,9 +75,9 @@ class TestFindings:
             (lambda z, x: (z + x).sqrt(), "not finite", lambda d: d.statuses["NONFINITE"] == len(d.settled)),
         ],
     )
-    def test_conditions(self, cell, advice, is_found):
+    def test_conditions(self, cell, advice, holds):
         report = diagnose(DEQBlock(cell, Broyden(max_iter=40)), torch.randn(4, 8))
-        assert advice in said(report) and is_found(report)
+        assert advice in said(report) and holds(report)
 
     def test_groups(self):
         whole = DEQBlock(lambda z, x: torch.tanh(0.5 * z.mean(0) + x), groups="batch")
@@ -91,8 +91,8 @@ class TestFindings:
         scale = eval(re.search(r"set scale=(.*)\.$", diagnose(cell, x, z0).advice[0])[1])
         ratio = 2.0 ** (round(math.log2(scale["big"])) - round(math.log2(scale["small"])))
         report = diagnose(DEQBlock(cell, scale=scale, adjoint="implicit"), x, z0)
-        of_divided = torch.tensor([[0.5, 0.0], [1e-4 * ratio, 0.5]]).double()
-        assert_close(report.norm, torch.linalg.matrix_norm(of_divided, 2).expand(4), 1e-2)
+        divided = torch.tensor([[0.5, 0.0], [1e-4 * ratio, 0.5]]).double()
+        assert_close(report.norm, torch.linalg.matrix_norm(divided, 2).expand(4), 1e-2)
         assert report.advice == []
 
 
@@ -113,10 +113,10 @@ class TestAdviceMends:
         while not (report := diagnose(DEQBlock(cell, eval(solver)), x)).converged and len(advice) < 4:
             advice.append(report.advice[0])
             for pattern, change in changes.items():
-                if found := re.search(pattern, advice[-1]):
-                    cell = change(cell, *found.groups())
-            if found := re.search(r"(?:Take solver=|Then )(\w+\(.*?\))(?: converges|:)", advice[-1]):
-                solver = found[1]
+                if match := re.search(pattern, advice[-1]):
+                    cell = change(cell, *match.groups())
+            if match := re.search(r"(?:Take solver=|Then )(\w+\(.*?\))(?: converges|:)", advice[-1]):
+                solver = match[1]
         assert report.converged and len(advice) >= len(expected), (advice, report)
         assert all(each in given for each, given in zip(expected, advice, strict=False)), advice
         return report
@@ -143,17 +143,6 @@ class TestAdviceMends:
         report = self.follow(cell, torch.randn(4, 6, 32), changes, ["|f(z)| grows"])
         assert float(report.radius.max()) < 1
 
-    def test_dropout(self):
-        cell = Cell(nn.Sequential(nn.Linear(16, 16), nn.Tanh()), drop=nn.Dropout(0.2))
-        changes = {"deqfast.SolveDropout": lambda cell: Cell(cell.body, drop=deqfast.SolveDropout(0.2))}
-        self.follow(cell, torch.randn(4, 16), changes, ["contains cell.drop (Dropout)"])
-
-    def test_saturation(self):
-        linear = nn.Linear(32, 32)
-        linear.weight.data *= 10
-        changes = {r"give it ([\d.]+) z in place of z": lambda cell, factor: lambda z, x: cell(float(factor) * z, x)}
-        self.follow(lambda z, x: torch.tanh(linear(z) + x), torch.randn(4, 32), changes, ["No solver converges"])
-
 
 class TestReport:
     def test_the_block_stays_as_it_is(self):
@@ -168,8 +157,7 @@ class TestReport:
         assert len(calls) >= report.evaluations and x.grad is None and block.backward_solution is None
         assert torch.equal(torch.random.get_rng_state(), state)
         assert [m.training for m in block.modules()] == [m.training for m in before.modules()]
-        for found, expected in zip(block.state_dict().values(), before.state_dict().values(), strict=True):
-            assert torch.equal(found, expected)
+        assert all(map(torch.equal, block.state_dict().values(), before.state_dict().values()))
         assert [p.grad is None for p in block.parameters()] == [False, True, True, True]
         assert torch.equal(cell.body[0].bias.grad, torch.ones(8))
         with pytest.warns(UserWarning, match="deqfast.diagnose"):
@@ -179,8 +167,8 @@ class TestReport:
         report = diagnose(deqfast.FCCell(3, 8), torch.randn(4, 3), torch.zeros(4, 8))
         assert str(diagnose(DEQBlock(lambda z, x: z + x), torch.ones(2, 3))).count("\n") > 20
         assert max(map(len, str(report).splitlines())) <= 100 and "Neumann" in str(report)
-        found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-        assert found["advice"] == report.advice and len(found["radius"]) == 4 and found["runs"][0]["needs"]["0.001"]
+        text = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert text["advice"] == report.advice and len(text["radius"]) == 4 and text["runs"][0]["needs"]["0.001"]
         assert len(report.figure().axes) == 3
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(ImportError, match="needs matplotlib"):
@@ -196,25 +184,22 @@ class TestReport:
 
 class TestNumbersThatAreNotFinite:
     def test_a_value_at_a_random_state_is_a_finding_of_its_own(self):
-        torch.manual_seed(0)
         x = torch.rand(6, 16)
         report = diagnose(DEQBlock(lambda z, x: (z + 1).log() / 2 + 0 * z.sum(1, keepdim=True) + x, warn=False), x)
-        assert report.step.isnan().any()
-        said = f"f is not finite at a random state as large as z* in {int(report.step.isnan().sum())} of 6 samples"
-        assert any(advice.startswith(said) for advice in report.advice)
-        assert not any("nearly the identity" in advice for advice in report.advice)
+        count = int(report.step.isnan().sum())
+        assert count and f"f is not finite at a random state as large as z* in {count} of 6 samples" in said(report)
+        assert "nearly the identity" not in said(report)
 
     def test_a_jacobian_that_is_not_finite(self):
         report = diagnose(DEQBlock(lambda z, x: (z - z.detach()).abs().sqrt() + 0.5 * x, warn=False), torch.rand(3, 4))
-        assert any(advice.startswith("The Jacobian at z* is not finite in 3 of 3") for advice in report.advice)
+        assert "The Jacobian at z* is not finite in 3 of 3" in said(report)
 
 
-class TestRemedies:
-    def test_a_change_whose_answer_ignores_x_is_not_offered(self):
-        """A smaller z makes 0 the answer of a product for every x, and of a sum it does not."""
-        x, z0, solver = 1 + torch.rand(4, 1), torch.ones(4, 1), Broyden(1e-3, atol=1e-3)
-        product, total = (
-            Problem(DEQBlock(cell, solver)._plan(x, z0, None)) for cell in (lambda z, x: 3 * z * x, lambda z, x: z + x)
-        )
-        assert find_remedy(product) is None
-        assert find_remedy(total).change.startswith("give it 0.5 z in place of z")
+def test_a_change_whose_answer_ignores_x_is_not_offered():
+    """A smaller z makes 0 the answer of a product for every x, and of a sum it does not."""
+    x, z0, solver = 1 + torch.rand(4, 1), torch.ones(4, 1), Broyden(1e-3, atol=1e-3)
+    product, total = (
+        Problem(DEQBlock(cell, solver)._plan(x, z0, None)) for cell in (lambda z, x: 3 * z * x, lambda z, x: z + x)
+    )
+    assert find_remedy(product) is None
+    assert find_remedy(total).change.startswith("give it 0.5 z in place of z")

@@ -1,7 +1,5 @@
 """The documentation: its Python runs, its links lead somewhere, and its commands name files that exist."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from dataclasses import dataclass
@@ -13,13 +11,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-FOLDERS = ("docs", "docs/pages", "benchmarks")
-PAGES = [README, *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md")))]
+FOLDERS = (".", "docs", "docs/pages", "benchmarks")
+PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
+PAGES += [ROOT / "experiments" / "README.md"]  # the protocol next to it names what stood there when it was written
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)([^()\s#]*)#?([^()\s]*)\)")
 COMMAND = r"(?:^|[ /`])(?:python3?|bash|torchrun|pytest)"
 SCRIPT = re.compile(COMMAND + r" (?:-\S+ (?:\d+ )?)*((?:benchmarks|experiments)/[\w./]+)")
-LONG = ("compile", "tutorial")  # pages whose code takes more than five seconds
+LONG = ("collapse", "compile", "control", "looped", "migrate", "tutorial")  # their code takes over five seconds
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -92,7 +91,7 @@ def test_the_notebook_is_made_of_its_page() -> None:
 def test_readme_fits_and_its_test_command_is_found() -> None:
     """CI runs what stands between the marker and the end of the block."""
     text = README.read_text()
-    assert len(text.splitlines()) <= 130
+    assert len(text.splitlines()) <= 105
     assert re.search(r"^<!-- tests -->\n```bash\npython3 -m venv .*\n```$", text, re.MULTILINE)
     assert text.count("<!-- numbers: layers in short -->") == text.count("<!-- end of numbers -->") == 1
 
@@ -100,4 +99,4 @@ def test_readme_fits_and_its_test_command_is_found() -> None:
 def test_the_textbooks_code_on_the_page_is_what_the_benchmarks_time() -> None:
     code = (ROOT / "benchmarks" / "harness" / "textbook.py").read_text()
     function = code[code.index("def anderson(") :].partition("\n\n\n")[0]
-    assert function in (ROOT / "docs" / "pages" / "by-hand.md").read_text()
+    assert function in (ROOT / "benchmarks" / "MEASURED.md").read_text()

@@ -1,7 +1,5 @@
 """The docstrings: every example in them runs, and every public symbol has one."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 

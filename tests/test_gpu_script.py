@@ -101,6 +101,8 @@ def test_every_phase_exists_and_the_first_ones_fit_a_call():
         for phase in plan(False):
             assert isinstance(phase.work, tuple) or callable(getattr(phases, phase.work.split(":")[1]))
     assert sum(phase.seconds for phase in PLANS["short"](False)[1:6]) < 560
+    for name in ("short", "kernels", "layers"):  # of a machine for 15 minutes, with one of them for its start
+        assert sum(phase.seconds for phase in PLANS[name](False)) <= 14 * 60
 
 
 def run(*arguments):
@@ -125,7 +127,7 @@ def test_a_dry_run(plan, only, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name a plan: short, checks or bring"),
+        ([], "name a plan: short, kernels, layers, checks or bring"),
         (["lunch"], "invalid choice: 'lunch'"),
         (["short", "lunch"], "lunch: not a phase of short"),
         (["short", "--seconds", "600"], "--seconds must be from 16 to 560, got 600"),

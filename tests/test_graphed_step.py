@@ -193,8 +193,27 @@ def batches(count, every=1):
     ]
 
 
+def end_outside(small, k):
+    small.optimizer.step()
+    small.optimizer.zero_grad()
+
+
+def check_and_end(small, k):
+    assert all(p.grad is not None for p in (*small.net[0].parameters(), small.net[2].weight))
+    end_outside(small, k)
+
+
+def use_functions(small, batch):
+    """No module is called, and no optimiser."""
+    first, last = small.net[0], small.net[2]
+    loss = (nn.functional.linear(batch["x"], first.weight, first.bias).tanh() @ last.weight.T).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
 BETWEEN = {
-    "the optimiser": (99, lambda small, k: (small.optimizer.step(), small.optimizer.zero_grad())),
+    "the optimiser": (99, end_outside),
+    "the optimiser of functions' weights": (99, check_and_end),
     "the last of four": (4, lambda small, k: None),
     "frozen weights": (1, lambda small, k: small.net[0].requires_grad_(k < 6)),
     "a rate": (1, lambda small, k: small.optimizer.param_groups[0]["lr"].fill_(0.1 / (k + 1))),
@@ -205,7 +224,7 @@ BETWEEN = {
 def test_what_the_loop_does_between_steps(every, between):
     ends = []
     for graphed in (True, False):
-        small, before = Small(Small.learn, graphed), Graph.launches
+        small, before = Small(use_functions if between is check_and_end else Small.learn, graphed), Graph.launches
         for k, batch in enumerate(batches(20, every)):
             before = Graph.launches if k == 16 else before
             small.step(batch)
@@ -252,6 +271,24 @@ def test_a_start_is_not_read_while_the_step_is_watched_or_captured():
     assert [status.tolist() for status in statuses] == [[fine] * 3] * 4 + [[fine, broken, fine]]
 
 
+@pytest.mark.parametrize("most", [4, 9, 12])
+def test_states_of_a_trajectory_are_those_of_their_evaluations(most):
+    """A loop of the device repeats one capture of the cell: the states come before it."""
+    block = deqfast.DEQBlock(LoopedFCCell(4, 12), deqfast.Picard(1e-2, most), warn=False).to(DEVICE)
+
+    def step(x):
+        block.zero_grad()
+        states = block.trajectory(x, at=[1, 3, 4])
+        sum(state.square().sum() for state in states).backward()
+        return states, [p.grad for p in block.parameters()]
+
+    graphed = deqfast.make_graphed_step(step)
+    for x in torch.randn(4, 3, 4, device=DEVICE):
+        expected = step(x)
+        torch.testing.assert_close(graphed(x), expected, rtol=1e-4 if GPU else 0, atol=1e-5 if GPU else 0)
+    assert len(graphed._captured) == 1
+
+
 def test_a_failed_capture_leaves_the_gradients():
     def step(small, batch):
         loss = small.learn(batch)
@@ -287,7 +324,7 @@ def test_a_call_on_another_stream_waits_for_the_calls_before(monkeypatch):
     assert len(small.step._captured) == 2
 
 
-VARIED = {  # what varies; calls, of which so many are kept; the warning
+VARIED = {  # what varies; calls; how many of them are kept; the warning
     "number": (
         lambda small, k: {"epoch": k},
         (70, 64),

@@ -35,10 +35,13 @@ some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"]
 refuse_waits = cuda_graph.refuse_waits  # which the recordings leave out
 
 
+def looped(size=12):
+    return LoopedFCCell(5, size).to(DEVICE)
+
+
 def blocks(solver, **options):
     """The same block, captured and not."""
-    torch.manual_seed(0)
-    cell = LoopedFCCell(5, 12).to(DEVICE)
+    cell = looped()
     return deqfast.DEQBlock(cell, solver, cuda_graph=True, **options), deqfast.DEQBlock(cell, solver, **options)
 
 
@@ -100,11 +103,11 @@ def test_states_of_any_layout(options, solver):
         pair = [deqfast.DEQBlock(Map(), solver, cuda_graph=graph, **groups, **scale) for graph in (True, False)]
         for shift in (0.1, 0.2):
             x = pytree.tree_map(lambda leaf, shift=shift: leaf + shift, z0)
-            (value, solution), (expected, looped) = (block(x, z0, return_solution=True) for block in pair)
+            (value, solution), (expected, plain) = (block(x, z0, return_solution=True) for block in pair)
             for a, b in zip(pytree.tree_leaves(value), pytree.tree_leaves(expected), strict=True):
                 assert torch.equal(a, b) and (a.dtype, a.stride()) == (b.dtype, b.stride())
                 a.mul_(torch.ones((), device=DEVICE, requires_grad=True))  # it is an ordinary tensor
-            assert_same(solution.changed(value=None), looped.changed(value=None))
+            assert_same(solution.changed(value=None), plain.changed(value=None))
 
 
 BACKWARD = deqfast.Implicit(deqfast.Broyden(1e-5, max_iter=30, history_size=4))
@@ -138,7 +141,7 @@ CHANGES = {
     "a parameter": (lambda block: setattr(block.cell, "weight", nn.Parameter(0.5 * block.cell.weight.detach())), 2),
     "the mode": (lambda block: block.eval(), 2),
     "the solver": (lambda block: setattr(block, "solver", deqfast.Anderson(rtol=1e-5)), 2),
-    "the cell": (lambda block: setattr(block, "cell", LoopedFCCell(5, 12).to(DEVICE)), 2),
+    "the cell": (lambda block: setattr(block, "cell", looped()), 2),
 }
 
 
@@ -150,7 +153,8 @@ def test_a_change_is_seen_and_what_a_graph_cannot_know_is_captured_again(change,
     plain.cell, plain.solver = graphed.cell, graphed.solver
     assert torch.equal(graphed(inputs(seed=1)), plain(inputs(seed=1)))
     assert len(graphed.graphs._captured) == captured
-    assert_same(*(solution for _, solution in before))  # which outlive the next call
+    assert torch.equal(*(value for value, _ in before))  # which outlive the next call
+    assert_same(*(solution for _, solution in before))
 
 
 def test_the_number_of_graphs_is_bounded():
@@ -286,15 +290,6 @@ def test_it_needs_a_gpu_and_deqfasts_kernels_or_a_new_torch(monkeypatch):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True)(inputs())
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 5).to(DEVICE)
-
-    def forward(self, z, x):
-        return torch.tanh(0.1 * self.linear(z) + x)
-
-
 class Drawing(nn.Module):
     def __init__(self, generator=None):
         super().__init__()
@@ -335,7 +330,7 @@ def test_a_block_in_somebody_elses_graph(has_loops, adjoint, monkeypatch):
     if GPU and has_loops and not device_loop.has_loops():
         pytest.skip("this torch has no loops in graphs")
     monkeypatch.setattr(device_loop, "has_loops", lambda: has_loops)
-    blocks = [deqfast.DEQBlock(Plain(), deqfast.Anderson(1e-4, max_iter=15), adjoint) for _ in range(2)]
+    blocks = [deqfast.DEQBlock(looped(5), deqfast.Anderson(1e-4, max_iter=15), adjoint) for _ in range(2)]
     blocks[0].load_state_dict(blocks[1].state_dict())
     x, results = inputs().requires_grad_(), []
 
@@ -354,9 +349,9 @@ def test_a_block_in_somebody_elses_graph(has_loops, adjoint, monkeypatch):
         with torch.no_grad():
             x.copy_(given)
         graph.replay()
-        expected, looped, wanted = step(blocks[1], given)
+        expected, plain, wanted = step(blocks[1], given)
         assert torch.equal(value, expected) and all(map(torch.equal, grads, wanted))
-        assert torch.equal(solution.iterations, looped.iterations)
+        assert torch.equal(solution.iterations, plain.iterations)
     needed = int(solution.iterations.max())
     assert solution.evaluations == (needed + (needed + made) % 2 if has_loops else made)
 
@@ -394,7 +389,7 @@ def test_a_pass_frees_nothing_that_was_allocated_before_it(name, adjoint, monkey
     monkeypatch.setattr(cuda_graph, "capture", capture)
     for max_iter in (5, 6, 60):
         solver = SOLVERS[name](rtol=1e-30, max_iter=max_iter, **{"history_size": 4} if name != "picard" else {})
-        block = deqfast.DEQBlock(Plain(), solver, adjoint, cuda_graph=True, warn=False)
+        block = deqfast.DEQBlock(looped(5), solver, adjoint, cuda_graph=True, warn=False)
         block(inputs()).sum().backward()
     assert all(count and not any(freed) for count, freed, _ in seen)
     each = len(seen) // 3
@@ -407,7 +402,7 @@ def test_what_a_replay_costs(monkeypatch):
     """At most 8 submissions: launches, kernels, copies, events. At most 60 calls, of which two come on a GPU only."""
     monkeypatch.setattr("deqfast.api.notice.is_late", lambda status: True)
     monkeypatch.setattr(deqfast.Solution, "counts", None)
-    graphed, calls = deqfast.DEQBlock(Plain(), "picard", cuda_graph=True).eval(), []
+    graphed, calls = deqfast.DEQBlock(looped(5), "picard", cuda_graph=True).eval(), []
     for _ in range(2):
         graphed(inputs())
     (captured,) = graphed.graphs._captured

@@ -1,7 +1,5 @@
 """The layout of the package: what may import what, and where torch's private names are used."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

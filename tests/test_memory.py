@@ -35,14 +35,12 @@ def test_memory_is_kept_for_the_next_history_that_fills_most_of_it():
     assert history((4, 15, 8192)).data_ptr() == address
 
 
-def test_a_block_that_nobody_wants_is_given_back():
+def test_what_is_given_back():
+    """A block that nobody wants any more, and on release what is free."""
     history((4, 60, 8192))
     for _ in range(memory.PATIENCE):
         history()
     assert [block.memory.nbytes for block in memory._blocks.kept] == [torch.Size(SHAPE).numel() * 4]
-
-
-def test_release_gives_back_what_is_free_only():
     held = history().fill_(3)
     history()
     release_memory()
@@ -57,12 +55,7 @@ def test_every_thread_keeps_its_own():
 
 @pytest.mark.parametrize("kernel", ["cpp", "torch"], indirect=True)
 @pytest.mark.parametrize(
-    "solver",
-    [
-        deqfast.Broyden(1e-5, 40, history_size=40),
-        deqfast.Broyden(1e-5, 40),
-        deqfast.Anderson(1e-5, 40, history_size=20),
-    ],
+    "solver", [deqfast.Broyden(1e-5, 40, history_size=40), deqfast.Anderson(1e-5, 40, history_size=20)]
 )
 def test_solves_give_the_same_bits_in_memory_that_was_used(solver, kernel):
     scale = torch.linspace(-0.9, 0.9, 8192)
@@ -88,10 +81,10 @@ def test_another_default_device(monkeypatch):
         expected = deqfast.solve(torch.cos, torch.zeros(64, 4096), "anderson", kernel)
         release_memory()
         with torch.device("meta"):
-            found = [deqfast.solve(torch.cos, torch.zeros(64, 4096, device="cpu"), "anderson", kernel)]
+            solutions = [deqfast.solve(torch.cos, torch.zeros(64, 4096, device="cpu"), "anderson", kernel)]
             assert LateWatch(torch.ones(1, device="cpu")).pinned.device == CPU
-        found += [deqfast.solve(torch.cos, torch.zeros(64, 4096), "anderson", kernel)]
-        assert expected.converged.all() and all(torch.equal(one.value, expected.value) for one in found)
+        solutions += [deqfast.solve(torch.cos, torch.zeros(64, 4096), "anderson", kernel)]
+        assert expected.converged.all() and all(torch.equal(each.value, expected.value) for each in solutions)
 
 
 @pytest.mark.parametrize("solver", [deqfast.Broyden(max_iter=400), deqfast.Anderson(max_iter=400, history_size=400)])

@@ -1,7 +1,5 @@
 """The ops of neural collapse, class means and within-class scatter, of every kernel against the float64 reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

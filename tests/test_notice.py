@@ -22,12 +22,14 @@ class TestAtOnce:
     @pytest.mark.filterwarnings("error")
     def test_each_status_once_for_a_block_and_its_copies(self):
         layer, x = block(solver=Picard(rtol=1e-6, max_iter=2)), torch.randn(5, 6)
-        with pytest.warns(UserWarning, match="in a forward solve, 5 of 5 samples MAX_ITER: .*warn=False silences"):
+        with pytest.warns(
+            UserWarning, match="forward solve, 5 of 5 samples ended with MAX_ITER: .*warn=False silences"
+        ):
             layer(x)
         for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             each(x)
         x[1] = torch.nan
-        with pytest.warns(UserWarning, match="in a forward solve, 1 of 5 samples NONFINITE: look for NaN") as warned:
+        with pytest.warns(UserWarning, match="forward solve, 1 of 5 samples ended with NONFINITE: look") as warned:
             layer(x, z0=torch.zeros(5, 6))
         assert "MAX_ITER" not in str(warned[0].message)
 
@@ -37,7 +39,7 @@ class TestAtOnce:
             for _ in range(2):
                 layer(torch.randn(5, 6)).sum().backward()
         assert [warning.filename for warning in warned] == [__file__, __file__]
-        assert "in a backward solve, 5 of 5 samples MAX_ITER" in str(warned[1].message)
+        assert "in a backward solve, 5 of 5 samples ended with MAX_ITER" in str(warned[1].message)
 
     @pytest.mark.filterwarnings("error")
     def test_not_where_all_is_well_or_silence_is_wanted(self):
@@ -108,7 +110,7 @@ class TestLate:
         assert len(lagging.copies) == 1  # what is on its way is waited for by no further one
         assert not recwarn.list
         lagging.catch_up()
-        with pytest.warns(UserWarning, match="in a forward solve, 2 of 5 samples NONFINITE"):
+        with pytest.warns(UserWarning, match="in a forward solve, 2 of 5 samples ended with NONFINITE"):
             layer(x)
         recwarn.clear()
         layer(broken, z0=start)

@@ -421,7 +421,7 @@ IN_HALVES = {
 @pytest.mark.parametrize("name", IN_HALVES)
 def test_rows_that_are_parts_are_solved_as_one(emulated, name, size, width):
     """Also if squares over- or underflow; on one kernel, halves of a sample are judged and stepped as wholes."""
-    is_emulated = (name, size) == ("anderson-I", 1e-200)  # which takes long; test_halves.py has the other methods
+    is_emulated = (name, size) == ("anderson-I", 1e-200)  # which takes long; test_steps.py has the other methods
     assert_solved_as_one(name, size, width, ["torch", "cpp", *["cuda"] * is_emulated])
 
 

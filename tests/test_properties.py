@@ -103,14 +103,14 @@ def test_memory_of_the_start_means_nothing(seed, batch, shape, dtype, solver, ke
     else:
         given = laid_out(z0, layout)
     before = given.clone()
-    one, other = solve(f, z0, solver, kernel), solve(f, given, solver, kernel)
+    first, other = solve(f, z0, solver, kernel), solve(f, given, solver, kernel)
     assert torch.equal(given, before)
     if layout == "transposed":
-        both = one.converged & other.converged
-        scale = 1 + one.value.abs().amax() if one.value.numel() else 1
-        assert ((one.value - other.value)[both].abs() <= after_solve(solver.tol) * scale).all()
+        both = first.converged & other.converged
+        scale = 1 + first.value.abs().amax() if first.value.numel() else 1
+        assert ((first.value - other.value)[both].abs() <= after_solve(solver.tol) * scale).all()
     else:
-        assert same(one, other)
+        assert same(first, other)
 
 
 @examples
@@ -123,10 +123,10 @@ def test_what_a_solution_says_is_so(seed, batch, shape, dtype, solver, kernel):
     z = solution.value.double()
     size = f(z).reshape(batch, -1).norm(dim=1)
     gap = (f(z) - z).reshape(batch, -1).norm(dim=1)
-    of_f = rounding(dtype, 8) * (1 + size)  # a product, tanh, a sum and a difference
-    allowed = solver.tol * (1 if solver.is_absolute else size) + of_f
+    rounded = rounding(dtype, 8) * (1 + size)  # a product, tanh, a sum and a difference
+    allowed = solver.tol * (1 if solver.is_absolute else size) + rounded
     assert (gap <= allowed)[solution.converged].all()
-    assert ((gap - solution.residual_abs).abs() <= of_f + rounding(dtype) * gap).all()
+    assert ((gap - solution.residual_abs).abs() <= rounded + rounding(dtype) * gap).all()
     assert set(solution.status.tolist()) <= {Status.CONVERGED, Status.MAX_ITER}
     assert (solution.iterations <= solution.evaluations).all() and solution.evaluations <= solver.max_iter
     assert (solution.converged | (solution.iterations == solver.max_iter)).all()

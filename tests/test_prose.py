@@ -1,7 +1,5 @@
 """Plain English: no banned phrase in texts and code; no sentence of over 30 words in pages, reports and docstrings."""
 
-from __future__ import annotations
-
 import io
 import re
 import tokenize

@@ -17,6 +17,7 @@ from deqfast import (
     SHINE,
     Anderson,
     Broyden,
+    Carry,
     DEQBlock,
     FCCell,
     Groups,
@@ -92,6 +93,11 @@ def applied(cell, z, x):
     return lambda: cell(torch.zeros(z), torch.zeros(x))
 
 
+def carried(init=None, batches=((Z0,),), size=4, z=Z0, done=Z0[:, 0] > 0):
+    """A carry, and a step of it."""
+    return lambda: Carry(DEQBlock(halve) if init is None else init, batches, size).advance(z, done)
+
+
 NAMES = [
     (lambda: DEQBlock(halve, rtol=1e-4), TypeError, "use solver=Broyden(rtol=...)"),
     (lambda: DEQBlock(halve, ridge=0.0), TypeError, "use solver=Anderson(ridge=...)"),
@@ -137,6 +143,11 @@ CALLS = [
     (started(Z0.to("meta")), ValueError, "got tensors on the device meta"),
     (started(Z0.index_fill(0, torch.tensor([1, 3]), math.nan)), ValueError, "it is not in 2 of 4 rows: 1, 3"),
     (started((torch.zeros(20, 1), torch.full((20, 2), math.inf))), ValueError, "20 rows: 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+    (lambda: DEQBlock(halve).trajectory(Z0, 3), TypeError, "must be a list"),
+    (lambda: DEQBlock(halve).trajectory(Z0, [0]), ValueError, "at least 1"),
+    (lambda: DEQBlock(halve).trajectory(Z0, [1.5]), TypeError, "integer"),
+    (lambda: DEQBlock(halve).trajectory(Z0, [61]), ValueError, "max_iter, 20"),
+    (lambda: DEQBlock(halve).trajectory(Z0, [2, 2]), ValueError, "ascend"),
     (valued(torch.zeros(4, 2)), ValueError, "f must return the shape of its argument, (4, 3), got (4, 2)"),
     (valued(torch.zeros(3, 3)), ValueError, "(4, 3), got (3, 3)"),
     (valued((Z0,)), ValueError, "f must return a tensor of shape (4, 3), got tuple"),
@@ -191,34 +202,23 @@ OPTIONS_OF_A_SOLVE = [
 ]
 SOLVERS_AND_ADJOINTS = [
     *[
-        (partial(solver, **{name: value}), ValueError, f"{name} must be ")
+        (partial(solver, **{name: value}), (ValueError, TypeError), f"{name} must be ")
         for solver, name, values in (
-            (Picard, "rtol", [-1e-3, 1, 40, math.nan, math.inf]),
-            (Picard, "max_iter", [0, -3]),
+            (Picard, "rtol", [-1e-3, 1, 40, math.nan, math.inf, "small", True, None]),
+            (Picard, "max_iter", [0, -3, 2.0, True]),
             (Picard, "atol", [-1e-9]),
             (Anderson, "atol", [1e18]),
             (Picard, "norm", [2, "l1"]),
-            (Anderson, "history_size", [0]),
+            (Anderson, "history_size", [0, 2.5]),
             (Broyden, "history_size", [-1]),
             (Anderson, "history_dtype", [torch.float16, "bfloat16"]),
             (Broyden, "history_dtype", [torch.float16]),
             (Picard, "relaxation", [0.0, 2.5, math.nan]),
             (Anderson, "relaxation", [0.0]),
-            (Broyden, "relaxation", [2.5]),
-            (Anderson, "ridge", [-1e-9, 1.5]),
+            (Broyden, "relaxation", ["1", None, [1]]),
+            (Anderson, "ridge", [-1e-9, 1.5, None]),
             (Anderson, "kind", ["III", 2]),
             (Broyden, "kind", ["best"]),
-        )
-        for value in values
-    ],
-    *[
-        (partial(solver, **{name: value}), TypeError, f"{name} must be ")
-        for solver, name, values in (
-            (Picard, "rtol", ["small", True, None]),
-            (Picard, "max_iter", [2.0, True]),
-            (Anderson, "history_size", [2.5]),
-            (Broyden, "relaxation", ["1", None, [1]]),
-            (Anderson, "ridge", [None]),
         )
         for value in values
     ],
@@ -288,7 +288,23 @@ CELLS_AND_FUNCTIONS = [
     (lambda: find_fixed_points(torch.cos, Z0 * math.nan), ValueError, "z0 must be finite"),
     (lambda: find_fixed_points(torch.cos, Z0, solver="newton"), ValueError, "solver must be"),
 ]
-MISTAKES = [*NAMES, *CALLS, *OPTIONS_OF_A_SOLVE, *SOLVERS_AND_ADJOINTS, *CELLS_AND_FUNCTIONS]
+CARRIES = [
+    (carried("broyden"), TypeError, "init must be a DEQBlock or a function of the data, got 'broyden'"),
+    (carried(batches=Z0), TypeError, "batches must be an iterable of batches, got Tensor"),
+    (carried(size=0), ValueError, "size must be at least 1, got 0"),
+    (carried(batches=[]), ValueError, "batches must have at least one sample, got none"),
+    (carried(batches=[("a", LABELS)]), TypeError, "batches must hold tensors"),
+    (carried(batches=[(Z0, LABELS)]), ValueError, "equally many rows"),
+    (carried(batches=[(Z0[:1],), (Z0[:1, :2],)]), ValueError, "batches must have rows of"),
+    (carried(lambda data: data[0][:1]), ValueError, "the states of init must have 4 rows"),
+    (carried(nn.DataParallel(DEQBlock(halve))), TypeError, "DEQBlock itself, got it within a DataParallel"),
+    (carried(z=(Z0,)), TypeError, "z must have the structure"),
+    (carried(z=Z0[:3]), ValueError, "z must have 4 rows"),
+    (carried(z=Z0.double()), ValueError, "z must have rows of"),
+    (carried(done=torch.zeros(4).int()), ValueError, "done must be a mask (4,) torch.bool, got (4,) torch.int32"),
+    (carried(done=True), ValueError, "done must be a mask"),
+]
+MISTAKES = [*CARRIES, *NAMES, *CALLS, *OPTIONS_OF_A_SOLVE, *SOLVERS_AND_ADJOINTS, *CELLS_AND_FUNCTIONS]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), MISTAKES)

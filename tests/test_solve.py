@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from correctness import after_solve, assert_close, bounds, linear, rounding, tanh
@@ -319,3 +320,14 @@ def test_a_solution_counts_its_samples_by_status():
     assert solution.converged.tolist() == [True, False, False]
     assert [int(status) for status in Status] == list(range(1, 8))  # 0 is a running sample's
     assert solution.status.dtype == torch.int8 and solution.iterations.dtype == torch.int32
+
+
+def test_plot_draws_the_trace_of_each_sample() -> None:
+    """A line per sample and a point per evaluation; without a trace an error names the remedy."""
+    z0 = torch.zeros(3, 2)
+    solution = deqfast.solve(lambda z: 0.5 * z + 1, z0, deqfast.Picard(max_iter=20), trace=True)
+    (axes,) = solution.plot().axes
+    drawn = torch.tensor(np.stack([line.get_ydata() for line in axes.lines], axis=1))
+    assert torch.equal(drawn, solution.trace)
+    with pytest.raises(ValueError, match="trace=True"):
+        deqfast.solve(torch.cos, z0, "picard").plot()

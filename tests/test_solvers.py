@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from correctness import ITERATES, PROBLEMS, FixedPoint, after_solve, assert_close, linear, rounding, tanh
+from correctness import PROBLEMS, FixedPoint, after_solve, assert_close, linear, rounding, tanh
 from solutions import SOLVERS, Recorder, assert_solves
 
 from deqfast import Anderson, Broyden, Picard, Solver, solve
@@ -131,19 +131,6 @@ class TestDegenerateHistory:
         assert all(torch.isfinite(z).all() for z in f.arguments)
         assert (solution.residual < rounding(torch.float32)).all()
         assert_close(solution.value, problem.solution, rounding(torch.float32) * problem.amplification)
-
-    @multisecant
-    def test_an_unknown_of_one_element(self, name, kernel, device):
-        """Every pair spans the space, so that all older ones are dropped: the secant method."""
-        z0 = torch.tensor([[0.0], [2.0]], dtype=torch.float64, device=device)
-        f = Recorder(torch.cos)
-        exact = {"ridge": 0.0} if "anderson" in name else {}
-        solve(f, z0, SOLVERS[name](rtol=NEVER, max_iter=6, **exact), kernel)
-        before, z = z0, torch.cos(z0)
-        for actual in f.arguments[1:]:
-            assert_close(actual, z, ITERATES)
-            slope = ((torch.cos(z) - z) - (torch.cos(before) - before)) / (z - before)
-            before, z = z, z - (torch.cos(z) - z) / slope
 
 
 @pytest.mark.covering(1)

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from correctness import assert_close
 from correctness.states import (
     METHODS,
     RULES,
@@ -23,6 +25,7 @@ from correctness.states import (
     start_steps,
     value_of_f,
 )
+from deqfast.kernels.constants import ADVANCES, BROKEN, IMPROVED
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from interpreter import INTERPRETED
@@ -32,6 +35,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import deqfast
 from deqfast import Status
+from deqfast.ops import Kernel
+from deqfast.ops.registry import OPS
 
 DTYPES = OPTIONS | {"bf16 history": SHORT_HISTORY}
 STATUS = {"nan": 2, "inf": 2, "converged": 1, "zero": 1, "fallen": 1, "stalled": 3}  # 0 of the others that ran
@@ -283,6 +288,50 @@ def test_any_state(method, dtype, batch, size, history, k, events, implementatio
     rows = tuple(event for event in events if method == STEPS or event in EVENTS[:-1])[:batch]
     case = replace(befallen(method, k=k), batch=batch, size=size, rows=rows, **options)
     compare(check_step, replace(case, history=history + k * (method == STEPS)), implementation)
+
+
+HALVES = {
+    "picard": Case(None, batch=6, damping=0.7, dtype=torch.float64),
+    **{name: Case(name, batch=6, beta=0.8, alpha=0.9, dtype=torch.float64) for name in METHODS},
+    STEPS: StepsCase(batch=6, dtype=torch.float64),
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("k", [0, 3, 9])  # before the first pair, and with a window that is not full, and that is
+@pytest.mark.parametrize("size", [1, 63, 777, 8192 + 4])
+@pytest.mark.parametrize("name", HALVES)
+def test_sums_and_steps_of_rows_that_are_parts(implementation, name, size, k, monkeypatch, large_device):
+    history = 12 if name == STEPS else min(4, size)  # more pairs than columns: a singular system
+    case = replace(HALVES[name], size=size, k=k, history=history)
+    first = {"picard": "picard", STEPS: "broyden"}.get(name, "multisecant")
+    if first == "broyden" and implementation.name != "cpp":
+        pytest.skip("this kernel has no such halves")
+    values: dict[str, Any] = {key: torch.nan_to_num(value) for key, value in make_state(case, "cpu").items()}
+    values |= {key: getattr(case, key) for key in ("damping", "alpha", "beta", "ridge")}
+    values["method"] = METHODS.get(case.method)
+    width = {"picard": 2, "broyden": 2 + 2 * k}.get(first) or 4 + min(k, history) * (
+        3 if name in ("good", "and1") else 2
+    )
+    values |= {"k": k, "sums": torch.full((6, width), 7.0, dtype=torch.float64)}
+    values["status"] = torch.tensor([0, 0, 1, 0, 0, 2], dtype=torch.int8)
+    verdicts = IMPROVED | ADVANCES, ADVANCES, 0, IMPROVED, BROKEN, ADVANCES
+    values["verdict"] = torch.tensor(verdicts, dtype=torch.int8)
+    if implementation.name == "triton":
+        share_rows(monkeypatch, programs=3 if size > 63 else 1, block=128)  # so each has some of 777 columns
+    for op in (f"{first}_sums", f"{first}_apply"):
+        if k == 0 and op in ("multisecant_sums", "broyden_sums"):
+            continue
+        names = list(OPS[op].arguments.__dataclass_fields__)
+        expected = [value.clone() if torch.is_tensor(value := values[key]) else value for key in names]
+        moved = [value.to(implementation.device, copy=True) if torch.is_tensor(value) else value for value in expected]
+        Kernel("torch").op(op)(*expected)
+        implementation.op(op)(*moved)
+        for key, value, right in zip(names, moved, expected, strict=True):
+            if torch.is_tensor(right):
+                assert_close(value.cpu(), right, 1e-11, f"{op}: {key}")
+        values |= dict(zip(names, expected, strict=True))
+    assert torch.equal(values["z"][2], make_state(case, "cpu")["z"][2])  # the verdict 0 leaves a row as it is
 
 
 @pytest.mark.usefixtures("cpp_kernels")

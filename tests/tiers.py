@@ -6,8 +6,6 @@ implementation. The fast tier has no test with the mark ``tier("full")``, which 
 unless ``tier("fast")`` is nearer.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator

@@ -176,7 +176,7 @@ def step_settings(case: Case) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
 
 
 def type_of(name: str, case: Case) -> str:
-    """Type of an argument of a kernel other than a constant."""
+    """Type of an argument of a kernel that is not a constant."""
     if not name.startswith("p_"):
         return "i32" if name in INTEGERS else "fp64"
     if name == "p_status" and KERNELS[case.kernel]["status"]:

@@ -32,6 +32,7 @@ from .targets import ITERATED, verdicts
 from .timing import Copy, captured, in_turns, wait
 
 SECONDS = 1.5  # of the rounds of a case
+SECONDS_OF_SWEEPS = 80.0
 FAULT = "FAULT"
 SMALL_WINDOW = 8  # pairs; a graph has the same kernels for all windows up to it
 WHILE_LIMIT = 0.020  # ms; if a pass costs more, a body should hold more iterations
@@ -73,13 +74,18 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
     """Faults, predictions next to measurements, and the targets that the rows decide."""
     for row in rows:
         key = row["section"], row["case"], row["provider"]
+        if key[:2] == ("sweeps", "decision"):
+            yield f"constants of the sweeps: {row['chosen']}; slower than allowed: {row['slow'] or 'none'}"
+        if row["section"] == "sweeps" and "us" in row:
+            times = ", ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
+            yield f"{row['case']}: {times} us"
         if "fault" in row:
             yield f"{FAULT} {' '.join(key)}: {row['fault']}"
         if key in PREDICTED and "ms" in row:
             low, high = PREDICTED[key]
             yield f"{' '.join(key)}: {row['ms']:.4g} ms, predicted {low:g} to {high:g}"
         if "steps_per_second" in row:
-            yield f"{row['case']}: {row['steps_per_second']:.4g} steps a second together, 768 before, target 1500"
+            yield f"{row['case']}: {row['steps_per_second']:.4g} steps a second together, 768 before"
         if key == ("probe", "pass of a loop with 2 kernels", "device") and "ms" in row:
             far = row["ms"] > WHILE_LIMIT
             yield f"a body holds {'four iterations, or the step is captured whole' if far else 'two iterations'}"
@@ -375,7 +381,8 @@ def study(place: Place) -> Rows:
 
 
 def whole_steps(place: Place) -> Rows:
-    """Training steps in one launch next to eager ones: a residual layer, a transformer block, the study's DEQ."""
+    """Training steps in one launch next to eager ones: a residual layer, a transformer block, the study's DEQ, and a
+    published model."""
     widths = ((8, 4),) if place.small else ((16, 32), (64, 128))
     makers: dict[str, Callable[[bool], Callable[[], Any]]] = {
         "residual-anderson-jfb-32x128x4x4": partial(residual_step, place),
@@ -383,6 +390,7 @@ def whole_steps(place: Place) -> Rows:
     }
     for width, batch in widths:
         makers[f"study, width {width}, batch {batch}, jfb"] = partial(study_deq_step, place, width, batch)
+    makers["restoration, 8 x 48 x 48, jfb"] = partial(restoration_step, place)
     for case, make in makers.items():
         if place.has("whole steps", case):
             continue
@@ -444,6 +452,18 @@ def study_deq_step(place: Place, width: int, batch: int, graphed: bool) -> Calla
     return study_step.steppers_of(settings)["deq"].step
 
 
+def restoration_step(place: Place, graphed: bool) -> Callable[[], Any]:
+    """Step of Gilton, Ongie and Willett's model, as ``experiments/model.py restoration`` trains it."""
+    from models import restoration
+    from models.frame import Run
+
+    sizes: dict[str, Any] = {"batch": 1, "patch": 16, "width": 4} if place.small else {}
+    options = restoration.Restoration(device=place.device, eager=not graphed, **sizes)
+    clean = torch.rand(options.batch, 1, options.patch, options.patch)
+    _, _, learn = restoration.trained(Run(restoration.train, options, ROOT, "deq", 0))
+    return partial(learn, (restoration.measure(options.task, clean), clean))
+
+
 def together(place: Place) -> Rows:
     """Steps a second of the study's DEQ by several processes on one device, which begin together."""
     if place.rows:
@@ -470,6 +490,17 @@ def together(place: Place) -> Rows:
             process.wait()
     case = f"study, width {sizes[0]}, batch {sizes[1]}, {count} processes"
     yield [row_of("whole steps", case, "graphed", steps_per_second=sum(rates))]
+
+
+def sweeps(place: Place) -> Rows:
+    """Times of Triton's steps by the constants of their sweeps, next to CUDA's, and the decision."""
+    if place.small or place.rows:
+        return
+    from .sweeps import run
+
+    outcome = run(SECONDS_OF_SWEEPS)
+    rows = [row_of("sweeps", row.pop("case"), row.pop("choice"), **row) for row in outcome.pop("rows")]
+    yield [*rows, row_of("sweeps", "decision", "triton", **outcome)]
 
 
 def sections(place: Place, *names: str) -> Rows:

@@ -17,7 +17,7 @@ EXTENSION = Phase("extension", 170, "whether the kernels are those of this csrc"
 
 
 def short(small: bool) -> tuple[Phase, ...]:
-    """What decides most comes first, so that few minutes suffice."""
+    """What has never run on a GPU, and decides most, comes first."""
     study: Words = ("python", "experiments/cifar_lt.py", "--dataset", "shapes", "--preset", "quick", "--model", "deq")
     study += (
         "--out",
@@ -33,19 +33,34 @@ def short(small: bool) -> tuple[Phase, ...]:
         Phase("probe", 40, "what launches, graphs and passes of a loop cost: the design", "harness.phases:probe"),
         Phase("bits", 40, "go or no-go of the loop on the device: bits of the eager loop", "harness.phases:bits"),
         Phase("loops", 60, "the targets of a solve in one launch", "harness.phases:loops"),
-        Phase("whole", 60, "the target of a training step in one launch", "harness.phases:whole_steps"),
-        Phase("rivals", 90, "claims about a loop by hand and JAX", "harness.phases:rivals"),
-        Phase("models", 90, "claims about published models", "harness.phases:published"),
-        Phase("profile", 40, "kernels of a training step, and when the device is busy", "harness.phases:profile"),
-        Phase("missing", 60, "limits: rows of fc and of cells", "harness.phases:sections:fc:cells"),
-        Phase("study", 60, "the target of the study's step", "harness.phases:study"),
+        Phase("whole", 80, "the targets of a training step in one launch", "harness.phases:whole_steps"),
         Phase("together", 80, "the target of sixteen studies on one GPU", "harness.phases:together"),
         Phase("triton", 90, "whether the study runs on Triton to its end", study),
+        Phase("rivals", 90, "claims about a loop by hand and JAX", "harness.phases:rivals"),
+        Phase("models", 90, "claims about published models", "harness.phases:published"),
+    )
+
+
+def kernels(small: bool) -> tuple[Phase, ...]:
+    """After `short`."""
+    return (
+        EXTENSION,
+        Phase("sweeps", 100, "constants of Triton's steps, and whether they are near CUDA's", "harness.phases:sweeps"),
+        Phase("profile", 40, "kernels of a training step, and when the device is busy", "harness.phases:profile"),
+        Phase("missing", 60, "limits: rows of fc and of cells", "harness.phases:sections:fc:cells"),
         Phase("floors", 60, "which step is far from its bytes", "harness.phases:sections:ops"),
-        Phase("compiled", 90, "claims about torchdeq under torch.compile", "harness.phases:compiled_peer"),
-        Phase("training", 120, "layers compared with torchdeq", "harness.phases:sections:training"),
         Phase("solves", 120, "the other solves", "harness.phases:sections:solves"),
         Phase("options", 120, "options, calls and metrics", "harness.phases:sections:options:calls:nc"),
+    )
+
+
+def layers(small: bool) -> tuple[Phase, ...]:
+    """Last: what changes least since the latest records."""
+    return (
+        EXTENSION,
+        Phase("study", 60, "the target of the study's step", "harness.phases:study"),
+        Phase("compiled", 90, "claims about torchdeq under torch.compile", "harness.phases:compiled_peer"),
+        Phase("training", 120, "layers compared with torchdeq", "harness.phases:sections:training"),
     )
 
 
@@ -75,4 +90,4 @@ def checks(small: bool) -> tuple[Phase, ...]:
     )
 
 
-PLANS = {"short": short, "checks": checks}
+PLANS = {"short": short, "kernels": kernels, "layers": layers, "checks": checks}

@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 BROUGHT = ROOT / "build" / "gpu"  # what `bring` makes: lib, objects of the extension; site, packages
 ARCHIVE, TABLE, STATE = "gpu.tar.gz", "table.txt", "state.json"
 PYTHON = "3.12"  # of the other machine
-PACKAGES = "torchdeq jaxopt pytest pytest-timeout pytest-xdist execnet pluggy iniconfig hypothesis sortedcontainers "
+PACKAGES = (
+    "msgspec torchdeq jaxopt pytest pytest-timeout pytest-xdist execnet pluggy iniconfig hypothesis sortedcontainers "
+)
 PACKAGES += "torchmetrics lightning-utilities einops setuptools ninja"
 MOST_SECONDS = 560  # of a call
 RESERVE = 6  # seconds of a call for its last archive

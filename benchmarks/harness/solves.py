@@ -10,7 +10,7 @@ from torch import Tensor
 
 import deqfast
 from deqfast.engine.plan import Plan, run
-from deqfast.engine.runners.one_launch import has_kernel
+from deqfast.engine.runners.single_launch import has_kernel
 from deqfast.engine.solve import Options, Solves
 
 from . import traffic

@@ -22,6 +22,7 @@ COLUMNS = {
     "ms": " ms",
     "ms_min": "x the time of",
     "busy": " of the time the device is busy",
+    "steps_per_second": " steps a second together",
     "error": " relative error",
     "host_waits": " host waits",
     "share_of_f": "x the time of f",
@@ -30,7 +31,7 @@ COLUMNS = {
     "paper_hours": " hours for this network's 20 of the paper's 40 trainings, extrapolated",
 }
 GPU = ("cuda", "triton", "cuda-graph", "triton-graph")  # peak_bytes leaves out the memory of a graph
-MOST = ("gain", "busy")  # at least the bound; all other columns at most
+MOST = ("gain", "busy", "steps_per_second")  # at least the bound; all other columns at most
 ITERATED = ("picard-128x8192", "anderson-m6-128x8192", "anderson-m6-bf16-128x8192", "broyden-n20-128x8192")
 
 

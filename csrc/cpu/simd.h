@@ -2,9 +2,10 @@
 // registers, each one of the compiler's own vector types, because a wider type would be kept in memory. So one source,
 // compiled for AVX2 and for AVX-512, has the same lanes and one order of summation.
 //
-// Libraries such as Highway, xsimd or at::vec have vectors as wide as the processor's registers. With them the lanes,
-// and so the order and the bits of a sum, would depend on the processor. The vector types of gcc and clang also add no
-// dependency to the build.
+// No packaged library has the same bits everywhere in fewer lines. torch's at::vec stops with #error in a build for the
+// stable ABI. Vectors of Highway and xsimd are as wide as a register: the order of a sum would depend on the processor.
+// std::experimental::simd has fixed widths, but only libstdc++ has all of it. For AVX2, gcc 12 moves its masks through
+// integers at every selection. It could replace Vec and Mask, but not the loads of tails, the halves or the sums.
 #pragma once
 
 #include <cstdint>

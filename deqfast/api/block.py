@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import ChecksKeywords, check_batches, check_cell, settings_of
+from .._checks import ChecksKeywords, check_cell, check_start, described, settings_of
 from ..cells.protocol import solving
 from ..engine.device_loop import is_captured
 from ..engine.loop import StopFn
@@ -190,7 +190,11 @@ class DEQBlock(ChecksKeywords, nn.Module):
         Returns:
             `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
         """
-        z0, is_fresh = self._start(x) if z0 is None else (z0, False)
+        if return_solution is not True and return_solution is not False:
+            got = f"got {described(return_solution)}: several inputs of a cell go into x, as a tuple"
+            raise TypeError(f"return_solution must be True or False, {got}")
+        is_given = z0 is not None
+        z0, is_fresh = (z0, False) if is_given else self._start(x)
         # Tested in this frame, which runs uncompiled if dynamo gives up. is_compiling() is true for other threads too.
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
@@ -199,7 +203,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         try:
             value, solution = run(x, z0, groups, return_solution, is_fresh)
         except RuntimeError as error:
-            check_batches(z0, x, error)
+            check_start(z0, x, is_given, error)
             raise
         return (value, solution) if return_solution else value
 

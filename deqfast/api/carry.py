@@ -211,7 +211,7 @@ def _copied(name: str, tree: Any, like: Any = None, count: int | None = None, de
         raise ValueError(f"{name} must have {many} rows, got the shapes {[tuple(leaf.shape) for leaf in leaves]}")
     if spec != own_spec:
         raise TypeError(f"{name} must have the structure {own_spec}, got {spec}")
-    rows, own_rows = ([(tuple(leaf.shape[1:]), leaf.dtype) for leaf in of] for of in (leaves, own))
+    rows, own_rows = ([(tuple(leaf.shape[1:]), leaf.dtype) for leaf in tensors] for tensors in (leaves, own))
     if rows != own_rows:
         raise ValueError(f"{name} must have rows of the shapes and dtypes {own_rows}, got {rows}")
     devices = [device if like is None else leaf.device for leaf in own]

@@ -21,20 +21,15 @@ from ..torch_internals.autograd import detached, requiring_grad
 from ..torch_internals.weights import hold_weights, is_cached, modules_of, undone
 from .notice import warn
 
-HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
+HELP = "use GroupNorm or frozen statistics, dropout=0 or deqfast.SolveDropout, and noise drawn outside and given in x"
 
 
 class Changes:
-    """One check of a cell: whether it changes between calls, takes its arguments in the wrong order, or ignores x.
-
-    Attributes:
-        evaluates: evaluate the cell if none of its modules is known to change, and check how it uses its arguments.
-        looked: whether ``look`` has been called.
-        looks: whether ``look_at`` comes next.
-    """
+    """One check of a cell: whether it changes between calls, takes its arguments in the wrong order, or ignores x."""
 
     def __init__(self) -> None:
-        self.evaluates, self.looked, self.looks = True, False, False
+        self.evaluates = True  # evaluate a cell none of whose modules is known to change, and check its arguments
+        self.looked, self.looks = False, False  # whether ``look`` has been called, and whether ``look_at`` comes next
 
     def look(self, plan: Plan) -> None:
         """Check the cell of a forward pass in training mode, and warn if it changes between calls."""

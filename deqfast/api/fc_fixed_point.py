@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import check_choice, check_dense
-from ..engine.runners import one_launch
-from ..engine.runners.one_launch import STATE_DTYPES
+from ..engine.runners import single_launch
+from ..engine.runners.single_launch import STATE_DTYPES
 from ..engine.solve import Options, Solve
 from ..ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
 from ..ops.fc import reference
@@ -104,8 +104,8 @@ def _solve(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
 ) -> Solution:
     """Solve in one launch, or in the ordinary loop if "auto" prefers it, or if an export needs it."""
-    if not is_exporting() and (requested != "auto" or one_launch.serves(requested, kernel, weight, c)):
-        return one_launch.launch(weight, c, z0, activation, solver, kernel, 0.0)
+    if not is_exporting() and (requested != "auto" or single_launch.serves(requested, kernel, weight, c)):
+        return single_launch.launch(weight, c, z0, activation, solver, kernel, 0.0)
     wide, function = weight.detach().to(c.dtype), reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
     options = Options(solver=solver, kernel=kernel.name)
     run = solve_in_export if is_exporting() else lambda f, z0, options: Solve(z0, options)(f, z0)

@@ -131,13 +131,7 @@ def find_fixed_points(
 
 
 class _Nearness:
-    """Stop rule that ends the samples that come to 0, if f(0) is 0.
-
-    Attributes:
-        is_fixed: (B,) whether f(0) is exactly 0.
-        scale: (B,) length of each sample's start or of f there, the shorter one.
-        bound: (B,) rtol times `scale`, which is near.
-    """
+    """Stop rule that ends the samples that come to 0, within `bound` (B,), if f(0) is exactly 0, `is_fixed` (B,)."""
 
     def __init__(self, f: Callable[[Tensor], Tensor], starts: Tensor, rtol: float) -> None:
         packing = Packing(starts)
@@ -147,6 +141,7 @@ class _Nearness:
 
         with torch.no_grad():
             self.is_fixed = ~rows(torch.zeros_like(starts)).any(dim=1)  # NaN counts as any
+            # Length of each sample's start or of f there, the shorter one.
             self.scale = torch.minimum(lengths(rows_of(starts)), lengths(rows(starts.clone())))
             self.bound = rtol * self.scale
 

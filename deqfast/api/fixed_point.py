@@ -217,7 +217,7 @@ def _tried(g: Callable[..., Any], z0: Any, args: tuple[Any, ...], packing: Packi
         return leaves, packing.pack(pytree.tree_unflatten(leaves, packing.spec)).double()
 
     def by_row(numbers: Tensor) -> Tensor:
-        return numbers if packing.groups is None else packing.groups.of_rows(numbers)
+        return numbers if packing.groups is None else packing.groups.per_row(numbers)
 
     def change(distance: Tensor, directions: list[Tensor]) -> Tensor:
         """Change of g, over the distance."""

@@ -7,7 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import FrameType
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from .. import _extension
 from ..engine.device_loop import DEVICE, has_loops
@@ -259,8 +260,21 @@ def cuts() -> bool:
     return not has_loops() and _extension.cuda_module is not None
 
 
+class Leaves(TorchFunctionMode):
+    """Notes the leaves of autograd that functions are given, such as a weight of a module that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaves: dict[Tensor, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.leaves |= dict.fromkeys(leaf for leaf in given if leaf.is_leaf and leaf.requires_grad)
+        return func(*args, **(kwargs or {}))
+
+
 class Seen:
-    """What a step uses: the `optimizers`, and the outermost of the `modules` that it calls.
+    """What a step uses: the `optimizers`, the outermost of the `modules` that it calls, and `leaves` with a gradient.
 
     The settings of `known` optimisers are compared from now on, those of others from their step on.
     """
@@ -268,6 +282,7 @@ class Seen:
     def __init__(self, known: Sequence[Optimizer] = ()) -> None:
         self.optimizers: list[Optimizer] = []
         self.modules: list[nn.Module] = []
+        self.leaves: list[Tensor] = []
         self._settings = {optimizer: _settings(optimizer) for optimizer in known}
         self._inner: set[nn.Module] = set()
         self._thread = threading.get_ident()
@@ -286,10 +301,10 @@ class Seen:
             self._settings.setdefault(optimizer, _settings(optimizer))
 
     @cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        """Each parameter of the optimisers and modules, to be asked for when the step has ended."""
-        of_modules = [module.parameters() for module in self.modules]
-        return list(dict.fromkeys(itertools.chain(*map(_parameters, self.optimizers), *of_modules)))
+    def parameters(self) -> list[Tensor]:
+        """Each parameter of the optimisers and modules and each leaf, to be asked for when the step has ended."""
+        owned = [module.parameters() for module in self.modules]
+        return list(dict.fromkeys(itertools.chain(*map(_parameters, self.optimizers), *owned, self.leaves)))
 
     def check_settings(self) -> None:
         """RuntimeError if the step has changed a setting: a graph would repeat the old value."""
@@ -303,14 +318,17 @@ class Seen:
 @contextmanager
 def watched(modules: bool, known: Sequence[Optimizer]) -> Iterator[Seen]:
     """What is used in this context; the `modules` too, if asked for."""
-    seen, before = Seen(known), sys.getprofile()
+    seen, before, used = Seen(known), sys.getprofile(), Leaves()
     hook = register_optimizer_step_pre_hook(seen.optimizer)
     if modules:
         sys.setprofile(seen.profile)
     try:
-        yield seen
+        with used if modules else nullcontext():
+            yield seen
     finally:
         hook.remove()
+        # A leaf that the step makes and leaves behind has no gradient.
+        seen.leaves = [leaf for leaf in used.leaves if isinstance(leaf, nn.Parameter) or leaf.grad is not None]
         if modules:  # cProfile cannot be called from Python
             getattr(before, "enable", lambda: sys.setprofile(before))()
 
@@ -373,7 +391,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def swapped(result: Any, kind: type, swap: Callable[[Any], Any]) -> Any:
     """The results of a step, with `swap(value)` for each value of this kind in trees, Solutions and late numbers."""
 
-    def of_leaf(value: Any) -> Any:
+    def swap_leaf(value: Any) -> Any:
         if isinstance(value, kind):
             return swap(value)
         if isinstance(value, Late):
@@ -384,7 +402,7 @@ def swapped(result: Any, kind: type, swap: Callable[[Any], Any]) -> Any:
             )
         return value
 
-    return pytree.tree_map(of_leaf, result)
+    return pytree.tree_map(swap_leaf, result)
 
 
 def _device_of(leaves: list[Any]) -> torch.device:

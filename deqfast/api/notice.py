@@ -24,7 +24,7 @@ REMEDIES = {
     "the cell between calls, such as dropout",
 }
 _INSIDE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-OF_BLOCKS = (
+BLOCK_OPTIONS = (
     "deqfast.diagnose(block, x) says why; return_solution=True and backward_solution report every solve, warn=False "
     "silences"
 )
@@ -52,7 +52,7 @@ class Notice:
         expected: statuses that cause no warning.
     """
 
-    def __init__(self, kind: str, more: str = OF_BLOCKS, expected: Iterable[Status] = ()) -> None:
+    def __init__(self, kind: str, more: str = BLOCK_OPTIONS, expected: Iterable[Status] = ()) -> None:
         self.kind, self.more = kind, more
         self.asked = [status for status in REMEDIES if status not in expected]
         self.pending: Arriving | None = None
@@ -71,16 +71,11 @@ class Notice:
             self.pending = solution.arriving or Arriving(values(solution.status))
 
     def _judge(self, counts: list[int]) -> None:
-        unsolved: dict[Status, int] = {}
-        for status in self.asked:
-            if counts[status]:
-                unsolved[status] = counts[status]
+        unsolved = list(filter(counts.__getitem__, self.asked))
         if not unsolved:
             return
         samples, self.asked = sum(counts), [status for status in self.asked if status not in unsolved]
-        said = "; ".join(
-            f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in unsolved.items()
-        )
+        said = "; ".join(f"{counts[s]} of {samples} samples ended with {s.name}: {REMEDIES[s]}" for s in unsolved)
         warn(f"deqfast: in a {self.kind} solve, {said}. Shown once; {self.more}")
 
     def __getstate__(self) -> dict[str, object]:

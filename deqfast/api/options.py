@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .._checks import check_choice
+from .._checks import check_callable, check_choice
 from ..engine.loop import StopFn
 from ..engine.refusals import Option, check_served, kinds
 from ..engine.runners import cuda_graph
@@ -47,7 +47,8 @@ class BlockOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "solver", as_solver(self.solver))
-        object.__setattr__(self, "eval_solver", None if self.eval_solver is None else as_solver(self.eval_solver))
+        if self.eval_solver is not None:
+            object.__setattr__(self, "eval_solver", as_solver(self.eval_solver, "eval_solver"))
         object.__setattr__(self, "adjoint", as_adjoint(self.adjoint))
         check_kernel_name(self.kernel)
         check_scale(self.scale)
@@ -56,8 +57,8 @@ class BlockOptions:
         object.__setattr__(self, "causal", bool(self.causal))
         check_choice("compile", self.compile, (False, True, "forward"))
         for name in ("init", "stop_fn"):
-            if not (getattr(self, name) is None or callable(getattr(self, name))):
-                raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
+            if getattr(self, name) is not None:
+                check_callable(name, getattr(self, name))
         for name in ("lockstep", "state_group"):
             object.__setattr__(self, name, as_ranks(name, getattr(self, name)))
         check_together(self.given())

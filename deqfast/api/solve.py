@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._checks import check_choice
+from .._checks import check_callable, check_choice
 from ..engine.loop import StopFn
 from ..engine.refusals import check_served, kinds
 from ..engine.solve import Options, Solve
@@ -82,11 +82,10 @@ def solve(
         >>> round(float(solution.value[0, 0]), 3)
         0.739
     """
-    if not callable(f):
-        raise TypeError(f"f must be callable, got {f!r}")
+    check_callable("f", f)
     solver = as_solver(solver)
-    if stop_fn is not None and not callable(stop_fn):
-        raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
+    if stop_fn is not None:
+        check_callable("stop_fn", stop_fn)
     check_choice("causal", causal, (False, True))
     given: dict[str, Any] = dict(groups=groups, stop_fn=stop_fn, drop_converged=drop_converged, causal=causal)
     given |= dict(lockstep=as_ranks("lockstep", lockstep), state_group=as_ranks("state_group", state_group))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._checks import check_count
+from ..engine.device_loop import is_captured
 from ..engine.plan import Plan, in_loop
 from ..engine.refusals import Refusals, check_served, kinds
 from ..gradients import SHINE, Adjoint, Reversible, Unrolled
@@ -50,9 +51,11 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
         plan = replace(plan, options=replace(plan.options, drop_converged=False))
     if not at:
         return [], in_loop(plan)
+    if is_captured(pytree.tree_leaves(plan.z0)[0].device):
+        plan = replace(plan, options=replace(plan.options, counted=at[-1]))
     taps = Taps(plan.cell, at)
     solution = in_loop(replace(plan, cell=taps))
-    rows = solution.iterations if plan.groups is None else plan.groups.of_rows(solution.iterations)
+    rows = solution.iterations if plan.groups is None else plan.groups.per_row(solution.iterations)
 
     def with_values(state: Any, at: int) -> Any:
         return pytree.tree_map(lambda s, v: torch.where(per_row(rows < at, s), v, s), state, solution.value)
@@ -68,7 +71,7 @@ def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tupl
     states, solution = solve_along(plan, at)
     if not torch.is_grad_enabled():
         return [*states, solution.value], solution
-    states = [adjoint.differentiate(plan, replace(solution, value=state))[0] for state in states]
+    states = [adjoint.differentiate(plan, solution.changed(value=state))[0] for state in states]
     value, solution = adjoint.differentiate(plan, solution)
     return [*states, value], solution
 

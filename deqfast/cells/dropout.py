@@ -39,14 +39,11 @@ class SolveDropout(nn.Module):
         RuntimeError: a call in a solve has another shape than the one before, or comes from a backward pass later.
 
     Examples:
-        >>> class Cell(torch.nn.Module):
-        ...     def __init__(self, features):
-        ...         super().__init__()
-        ...         self.linear, self.drop = torch.nn.Linear(features, features), deqfast.SolveDropout(0.2)
-        ...
+        >>> class Cell(torch.nn.Sequential):
         ...     def forward(self, z, x):
-        ...         return torch.tanh(0.5 * self.linear(self.drop(z)) + x)
-        >>> z, solution = deqfast.DEQBlock(Cell(8))(torch.randn(4, 8), return_solution=True)
+        ...         return torch.tanh(0.5 * super().forward(z) + x)
+        >>> cell = Cell(deqfast.SolveDropout(0.2), torch.nn.Linear(8, 8))
+        >>> z, solution = deqfast.DEQBlock(cell)(torch.randn(4, 8), return_solution=True)
         >>> bool(solution.converged.all())
         True
     """

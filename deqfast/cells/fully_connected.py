@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_choice, check_count
-from ..engine.runners.one_launch import solve_cell
+from ..engine.runners.single_launch import solve_cell
 from ..ops import ACTIVATIONS
 from ..ops.fc import reference
 from ..solution import Solution

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_count
-from ..engine.runners.one_launch import solve_cell
+from ..engine.runners.single_launch import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
 from ..torch_internals.plain import fusible, is_plain
@@ -22,8 +22,9 @@ _INITIAL_RADIUS = 0.5
 
 def check_features(name: str, tensor: Tensor, width: int, others: str = "") -> None:
     """Raise ValueError or TypeError unless `tensor` is a floating-point one of shape (B, width) and `others`."""
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+    if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a floating-point tensor, got {got}")
     if tensor.dim() != 2 + others.count(",") or tensor.shape[1] != width:
         raise ValueError(f"{name} must have shape (B, {width}{others}), got {tuple(tensor.shape)}")
 

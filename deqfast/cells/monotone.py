@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_choice, check_count, check_number
-from ..engine.runners.one_launch import solve_cell
+from ..engine.runners.single_launch import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
 from ..torch_internals.dynamo import outside_exports

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -55,11 +55,9 @@ _SOLVER_OPTIONS = {
 _IN_CALLS = {option for options in _SOLVER_OPTIONS.values() for option in options}
 # Options that only torchdeq's solvers honour in full, with the values that deqfast's solvers honour too.
 _THEIRS: dict[str, tuple[Any, ...]] = {"lam": (0.0, 1e-4), "ls": (False,)}
-_INSTEAD = {
+_INSTEAD = dict.fromkeys(("f_solver", "b_solver"), "choose one of deqfast's solvers") | {
     "lam": "leave lam out for a ridge of 1e-6 relative to each sample's window, or give lam=0 for none",
     "ls": "leave ls out",
-    "f_solver": "choose one of deqfast's solvers",
-    "b_solver": "choose one of deqfast's solvers",
 }
 _UNKNOWN = 1e8  # torchdeq's residual before the first evaluation
 _TINY = 1e-300  # replaces the length of a value of zeros
@@ -182,7 +180,7 @@ def _check_list(name: str, value: Any) -> list[Any]:
     return list(value or ())
 
 
-def _warn_of(unknown: dict[str, Any]) -> None:
+def _warn_unknown(unknown: dict[str, Any]) -> None:
     """Warn of keywords that a call does not use. torchdeq drops them silently."""
     names = {"solver_kwargs", "sradius_mode", "backward_writer", "x", "groups"}
     for name, value in unknown.items():
@@ -218,25 +216,15 @@ def _without_rows(z: Any, bare: list[bool]) -> Any:
 
 @dataclass(frozen=True)
 class _Method:
-    """Solver that makes the same iterates as torchdeq.
-
-    Attributes:
-        solver: solves z = z + relaxation (f(z) - z).
-        max_iter: number of evaluations as torchdeq counts them; 0: no solve.
-        relaxation: see `solver`.
-        unseen: number of first evaluations whose residual torchdeq does not keep.
-        ends_in_f: return f at the iterate with the least residual, not the iterate itself.
-        is_final: return the last iterate, not the one with the least residual.
-        is_bare: make all evaluations, and judge the last one only.
-    """
+    """Solver that makes the same iterates as torchdeq, of z = z + relaxation (f(z) - z)."""
 
     solver: Solver
-    max_iter: int = 0
+    max_iter: int = 0  # evaluations as torchdeq counts them; 0: no solve
     relaxation: float = 1.0
-    unseen: int = 0
-    ends_in_f: bool = True
-    is_final: bool = False
-    is_bare: bool = False
+    unseen: int = 0  # first evaluations whose residual torchdeq does not keep
+    ends_in_f: bool = True  # return f at the iterate with the least residual, not the iterate itself
+    is_final: bool = False  # return the last iterate, not the one with the least residual
+    is_bare: bool = False  # make all evaluations, and judge the last one only
 
     @cached_property
     def solving(self) -> Options:
@@ -386,7 +374,7 @@ class DEQ(nn.Module):
             z_init: floating-point (B, ...), or a list of such tensors. A tensor without dimensions is one sample.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
                 anderson, `LBFGS_thres` of broyden. `return_final=True` returns the last iterate, not the best. torchdeq
-                itself runs a `lam` of anderson other than 0 and 1e-4, and `ls=True` of broyden. Others give a warning.
+                itself runs a `lam` of anderson other than 0 and 1e-4, and `ls=True` of broyden. Unused ones warn.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
             x: a tensor or a tree of tensors, passed to func as its last argument. It is needed for second derivatives
@@ -403,7 +391,7 @@ class DEQ(nn.Module):
             TypeError, ValueError: an option, z_init or the value of func is not as above, or z_init is not finite.
             ImportError: torchdeq has to run this call and is not installed.
         """
-        _warn_of(unknown)
+        _warn_unknown(unknown)
         given = dict(solver_kwargs or {})
         theirs = self._torchdeqs(given)
         if theirs and (x is not None or groups is not None or self.options["cuda_graph"]):
@@ -515,9 +503,8 @@ class DEQ(nn.Module):
         return _Gradient(Phantom(chosen[-1], tau), chosen)
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name}={self.options[name]!r}" for name in _DEFAULTS if self.options[name] != _DEFAULTS[name]
-        )
+        changed = {name: self.options[name] for name, default in _DEFAULTS.items() if self.options[name] != default}
+        return ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
 
 class DEQSliced(DEQ):
@@ -586,11 +573,9 @@ def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, So
             z = pytree.tree_unflatten([value.to(leaf.dtype) for value, leaf in pairs], packing.spec)
         absolute, relative = kept.residuals()[:, -1].to(packing.dtype)
         finite = torch.isfinite(absolute)
-        rows = finite if packing.groups is None else packing.groups.of_rows(finite)
-        *states, value = [
-            pytree.tree_map(lambda v, start: torch.where(per_row(rows, v), v, start), each, plan.z0)
-            for each in (*taps.states, z)
-        ]
+        rows = finite if packing.groups is None else packing.groups.per_row(finite)
+        chosen = partial(pytree.tree_map, lambda v, start: torch.where(per_row(rows, v), v, start))
+        *states, value = [chosen(state, plan.z0) for state in (*taps.states, z)]
     status = torch.full_like(finite, Status.MAX_ITER, dtype=torch.int8).masked_fill(~finite, Status.NONFINITE)
     count = torch.full_like(status, kept.calls, dtype=torch.int32)
     made = {"evaluations": kept.calls, "sample_evaluations": kept.calls * packing.batch}
@@ -603,25 +588,16 @@ def _surely_all(samples: Tensor) -> bool:
 
 
 class _Kept:
-    """Damped map of a plan. It keeps all residuals and, for each sample, the evaluation that torchdeq chooses.
-
-    Attributes:
-        kept: leaves of the values of the chosen evaluations, or of the states evaluated if the method returns states.
-        least: residuals of the chosen evaluations, in the measure that stops the solve, (B,) float64; at first None.
-        later: copies of the leaves of later evaluations, which are compared with `kept` together.
-        latest: leaves of the value of the last evaluation.
-        lengths: |value - z| and |value| of every evaluation, alternating.
-        calls: number of evaluations.
-    """
+    """Damped map of a plan. It keeps all residuals and, for each sample, the evaluation that torchdeq chooses."""
 
     def __init__(self, plan: Plan, method: _Method) -> None:
         self.plan, self.method = plan, method
         self.packing = Packing(plan.z0, plan.groups)
-        self.kept: list[Tensor] = []
-        self.least: Tensor | None = None
-        self.later: list[list[Tensor]] = []
-        self.latest: list[Tensor] = []
-        self.lengths: list[Tensor] = []
+        self.kept: list[Tensor] = []  # leaves of the chosen evaluations' values, or of the states returned
+        self.least: Tensor | None = None  # their residuals, (B,) float64, in the measure that stops the solve
+        self.later: list[list[Tensor]] = []  # copies of the leaves of later ones, to be compared with `kept` together
+        self.latest: list[Tensor] = []  # leaves of the value of the last evaluation
+        self.lengths: list[Tensor] = []  # |value - z| and |value| of every evaluation, alternating
         self.calls = 0
 
     def __call__(self, z: Any, x: Any) -> Any:
@@ -671,7 +647,7 @@ class _Kept:
             return [a.clone() for a in chosen]
         if _surely_all(~samples):
             return [b.to(a.dtype, copy=True) for a, b in zip(chosen, others, strict=True)]
-        rows = samples if self.plan.groups is None else self.plan.groups.of_rows(samples)
+        rows = samples if self.plan.groups is None else self.plan.groups.per_row(samples)
         pairs = zip(chosen, others, strict=True)
         return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
 
@@ -752,15 +728,10 @@ def _attach(plan: Plan, method: _Method, gradient: _Gradient, solution: Solution
 
 @dataclass(frozen=True)
 class _Gradient:
-    """Gradient of a state in training.
-
-    Attributes:
-        adjoint: computes the gradient. In training ``Phantom`` records its steps, differentiable any number of times.
-        taken: numbers of the adjoint's steps after which a state is returned.
-    """
+    """Gradient of a state in training, in which ``Phantom`` records its steps, differentiable any number of times."""
 
     adjoint: Adjoint
-    taken: tuple[int, ...] = (1,)
+    taken: tuple[int, ...] = (1,)  # numbers of its steps after which a state is returned
 
     def along_steps(self, plan: Plan, solution: Solution) -> tuple[list[Any], Solution]:
         """States after the steps from z*, all in one chain; and the solution, checked by the first evaluation."""

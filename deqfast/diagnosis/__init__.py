@@ -42,9 +42,7 @@ def diagnose(
 
     Args:
         block: a block or a cell, which is taken as ``DEQBlock(cell)``.
-        x: as in a call of the block.
-        z0: as in a call of the block.
-        groups: as in a call of the block.
+        x, z0, groups: as in a call of the block.
         samples: number of samples whose gradients are compared with an exact solve; all, if the cell couples samples.
         starts: number of random starts, at least 0.
         seed: of the random starts and directions.
@@ -98,27 +96,13 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
     fails = not bool(as_it_is.converged.all()) and all(each.own is None for each in runs)
     remedy = measure.find_remedy(problem) if fails and not (gap or changing or is_coupled) else None
     ended = as_it_is.status.tolist()
-    return Diagnosis(
-        cell=getattr(plan.cell, "__name__", type(plan.cell).__name__),
-        solver=plan.solver,
-        adjoint=block.adjoint,
-        statuses={status.name: ended.count(status) for status in Status if status in ended},
-        evaluations_as_it_is=as_it_is.evaluations,
-        residual_as_it_is=float(as_it_is.residual_rel.max()),
-        runs=list(runs),
-        settled=settled,
-        radius=radius,
-        norm=norm,
-        spread=measure.spread(problem, best, [*(s for s, _ in ways if s is not best), *again]),
-        moved=torch.where(settled, problem.distances(z, plan.z0), torch.nan),
-        step=step,
-        dependence=measure.dependence(problem, z, settled),
-        gradients=gradients,
-        changing=changing,
-        difference=gap,
-        alone=alone,
-        sizes=measure.sizes(z),
-        scaled=plan.options.scale is not None,
-        remedy=remedy,
-        evaluations=problem.evaluations,
-    )
+    facts: dict[str, Any] = dict(cell=getattr(plan.cell, "__name__", type(plan.cell).__name__), solver=plan.solver)
+    facts |= dict(statuses={status.name: ended.count(status) for status in Status if status in ended})
+    facts |= dict(evaluations_as_it_is=as_it_is.evaluations, residual_as_it_is=float(as_it_is.residual_rel.max()))
+    facts |= dict(runs=list(runs), settled=settled, radius=radius, norm=norm, step=step, gradients=gradients)
+    facts["spread"] = measure.spread(problem, best, [*(s for s, _ in ways if s is not best), *again])
+    facts["moved"] = torch.where(settled, problem.distances(z, plan.z0), torch.nan)
+    facts["dependence"] = measure.dependence(problem, z, settled)
+    facts |= dict(changing=changing, difference=gap, alone=alone, remedy=remedy, sizes=measure.sizes(z))
+    facts |= dict(scaled=plan.options.scale is not None, evaluations=problem.evaluations)
+    return Diagnosis(adjoint=block.adjoint, **facts)

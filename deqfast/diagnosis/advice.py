@@ -28,12 +28,12 @@ SPARE = 1.5  # max_iter for the evaluations that were measured: other batches ne
 
 def advise(d: Any) -> list[str]:
     """Advice that a ``Diagnosis`` gives."""
-    if first := _for_one_function(d):
+    if first := _for_a_function(d):
         return [f"{first}. Then diagnose again: the other findings depend on this."]
     return [*_convergence(d), *_answers(d), *_gradients(d)]
 
 
-def _for_one_function(d: Any) -> str | None:
+def _for_a_function(d: Any) -> str | None:
     """Advice if the cell is not one function of a sample's z and x, as solvers need it."""
     if d.changing or d.difference:
         why = f"contains {', '.join(d.changing)}" if d.changing else f"differs from call to call by {d.difference:.1g}"
@@ -132,7 +132,7 @@ def _gradients(d: Any) -> Iterator[str]:
         take = f'take adjoint="implicit", or make the cell contract.{measured}'
         yield f"At z* the spectral radius reaches {radius:.2g}, {diverges}: {take}"
     elif error > GRADIENT_OFF:
-        better = [key for key, of in d.gradients.items() if median(of.measured) < GRADIENT_OFF]
+        better = [key for key, gradient in d.gradients.items() if median(gradient.measured) < GRADIENT_OFF]
         also = f", or {better[0]}," if better else ""
         yield f'{off}: take adjoint="implicit"{also} if gradients must be near the exact one.'
 

@@ -160,7 +160,7 @@ def norm(problem: Problem, z: Any) -> Tensor:
 
 def _times(problem: Problem, numbers: Tensor, tree: Any) -> Any:
     """A tree like z, each sample times its number."""
-    rows = numbers if problem.packing.groups is None else problem.packing.groups.of_rows(numbers)
+    rows = numbers if problem.packing.groups is None else problem.packing.groups.per_row(numbers)
     return problem.map(lambda leaf: leaf * per_row(rows, leaf).to(leaf.dtype), tree)
 
 
@@ -232,9 +232,8 @@ def gradient_errors(
     solved: list[Solution] = []
     # With an input b that is added to f, the gradient in b is u.
     b = problem.map(lambda leaf: torch.zeros_like(leaf).requires_grad_(), z)
-    shifted = Plan(
-        cell=lambda z, b: problem.map(torch.add, f(z), b), x=b, z0=z, options=plan.options, on_backward=solved.append
-    )
+    own: dict[str, Any] = {"cell": lambda z, b: problem.map(torch.add, f(z), b), "on_backward": solved.append}
+    shifted = Plan(x=b, z0=z, options=plan.options, **own)
     solution = problem.solve(Picard(TIGHT, max_iter=1), f, z)
     probe = [torch.randn_like(leaf) for leaf in problem.leaves(z)]
     lengths = partial(sample_norms, groups=plan.groups, factors=packing.transposed().factors)

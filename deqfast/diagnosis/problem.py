@@ -25,14 +25,7 @@ from ..torch_internals.weights import hold_weights, modules_of, undone
 
 
 class Problem:
-    """Problem z = cell(z, x) of a plan, from its start, which the plain loop solves.
-
-    Attributes:
-        plan: without records and accelerations; z0 has no graph.
-        packing: of z0.
-        marks: which leaves of x have one row per row of z.
-        evaluations: calls of the cell so far.
-    """
+    """Problem z = cell(z, x) of a plan, from its start, without records and accelerations: the plain loop solves it."""
 
     def __init__(self, plan: Plan) -> None:
         z0, x = (pytree.tree_map_only(Tensor, countable, tree) for tree in (plan.z0, plan.x))
@@ -40,15 +33,14 @@ class Problem:
         plan = replace(plan, z0=detached(z0), x=x, options=options, on_backward=lambda solution: None)
         self.plan = replace(plan, graphs=None, compiled=None, linearised=None)
         self.packing = Packing(z0, plan.groups, options.scale)
-        self.marks = mark_samples(x, self.packing.leaves[0].shape[0], plan.per_sample)
+        self.marks = mark_samples(x, self.packing.leaves[0].shape[0], plan.per_sample)  # leaves with a row per row of z
         self.evaluations = 0
         self._cell = uncompiled(plan.cell)
         if None in self.marks:
             first = torch.arange(self.packing.leaves[0].shape[0], device=self.packing.device) == 0
             with self.held(seed=0):  # at a random state, since z0 may be zeros, which hide a weight
-                self.marks = [
-                    bool(mark) for mark in settled(self.marks, self._cell, self.map(torch.randn_like, z0), x, first)
-                ]
+                marks = settled(self.marks, self._cell, self.map(torch.randn_like, z0), x, first)
+                self.marks = [bool(mark) for mark in marks]
 
     def cell(self, z: Any, x: Any) -> Any:
         """Value of the cell, counted."""

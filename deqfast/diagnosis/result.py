@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._checks import matplotlib_figure
 from ..gradients import Adjoint
 from ..solution import Status
 from ..solvers import Picard, Solver
@@ -152,13 +153,13 @@ class Diagnosis:
         if not self.gradients:
             return ["Not measured without a fixed point."]
         lines = [f"{'':36}" + "".join(f"{title:>12}" for title in ("median", "largest", "estimated"))]
-        for name, of in self.gradients.items():
-            numbers = median(of.measured), largest(of.measured), median(of.estimated)
+        for name, gradient in self.gradients.items():
+            numbers = median(gradient.measured), largest(gradient.measured), median(gradient.estimated)
             lines.append(f"{name:36}" + "".join(f"{number:>12.2g}" for number in numbers))
         return lines
 
     def _cell(self) -> list[str]:
-        change, alone = ("not measured" if of is None else f"{of:.1g}" for of in (self.difference, self.alone))
+        change, alone = ("not measured" if value is None else f"{value:.1g}" for value in (self.difference, self.alone))
         return [
             f"Distance of two values at one state: {change}. More than 0 is randomness.",
             f"Distance of a sample's value from that without the others: {alone}. More than rounding couples them.",
@@ -171,11 +172,7 @@ class Diagnosis:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("Diagnosis.figure needs matplotlib: pip install matplotlib") from error
-        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        figure = matplotlib_figure("Diagnosis.figure", 11, 3.4)
         residual, length, *gradient = figure.subplots(1, 3 if self.gradients else 2)
         for run in self.runs:
             steps = range(1, len(run.residual) + 1)
@@ -191,7 +188,7 @@ class Diagnosis:
         return figure
 
     def _show_errors(self, axes: Any) -> None:
-        heights = {kind: [median(getattr(of, kind)) for of in self.gradients.values()] for kind in _KINDS}
+        heights = {kind: [median(getattr(gradient, kind)) for gradient in self.gradients.values()] for kind in _KINDS}
         for shift, (kind, errors) in zip((-0.2, 0.2), heights.items(), strict=True):
             axes.bar([i + shift for i in range(len(errors))], errors, 0.4, label=kind)
         names = [name.partition("(")[0] for name in self.gradients]

@@ -4,8 +4,6 @@ The steps take their number, and whether it is the last, from the device (`k` in
 exactly `max_iter` evaluations if a sample needs them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,11 +34,9 @@ SERVED = (Picard, Anderson, Broyden)
 
 
 def check_device_loop(way: str, solver: Solver, kernel: Kernel, asked: Iterable[Option]) -> None:
-    """Raise an error unless the device can end a solve with this solver; `way` says what asks for that.
+    """Raise ValueError if the solver or an option `asked` for needs the host, RuntimeError if the kernel does.
 
-    Raises:
-        ValueError: the solver or an option that is `asked` for needs the host.
-        RuntimeError: the kernel does.
+    way: what asks for a solve that the device ends.
     """
     check_served(way, REFUSES, [*asked, *kinds(solver)])
     if type(solver) not in SERVED:
@@ -50,20 +46,18 @@ def check_device_loop(way: str, solver: Solver, kernel: Kernel, asked: Iterable[
 
 
 class DeviceLoop:
-    """The evaluations of one solve, in parts.
+    """The evaluations of one solve, in parts: `first` in the beginning, and then at most `most` passes.
 
-    Args:
-        evaluate: calls f.
-        rule: rule for an f that has returned this value.
-
-    Attributes:
-        first: evaluations in the beginning.
-        most: passes that may follow.
+    evaluate: calls f. rule: the stop rule for an f that has returned this value.
+    counted: evaluations that the beginning has at least.
     """
 
-    def __init__(self, evaluate: Evaluation, solver: Solver, rule: Callable[[Any], StopRule], state: State) -> None:
+    def __init__(
+        self, evaluate: Evaluation, solver: Solver, rule: Callable[[Any], StopRule], state: State, counted: int = 0
+    ) -> None:
         self.state, self.max_iter = state, solver.max_iter
-        self.first = 2 - self.max_iter % 2
+        counted = max(counted, 1)
+        self.first = counted + (self.max_iter - counted) % EACH
         self.most = (self.max_iter - self.first) // EACH
         self._evaluate, self._solver, self._rule = evaluate, solver, rule
         self._step: Step | None = None

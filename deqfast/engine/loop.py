@@ -52,14 +52,10 @@ def iterate(
 
 
 class Watch:
-    """Number of running samples that the host has read; -1 before.
+    """Number of running samples that the host has read; -1 before."""
 
-    Attributes:
-        every: iterations between two looks at the number.
-        is_common: other processes count too.
-    """
-
-    every, is_common = 1, False
+    every = 1  # iterations between two looks at the number
+    is_common = False  # other processes count too
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
@@ -195,9 +191,7 @@ class Front:
     """Evaluations of the positions of a causal solve that may still run.
 
     They begin with the first one that runs in any sequence; reading its number waits for the device.
-
-    Args:
-        f: the map, whose `from_position` evaluates the positions from a number on.
+    ``f.from_position`` evaluates the positions from a number on.
     """
 
     def __init__(self, f: Any, packing: Packing, state: State) -> None:

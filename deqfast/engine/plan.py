@@ -1,7 +1,5 @@
 """Plan of a forward pass, and its solve by one of the runners."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,39 +24,24 @@ from .solve import Inverse, Options, Solve, Solves
 
 @dataclass(kw_only=True, slots=True)
 class Plan:
-    """Forward pass of a block: solve z = cell(z, x) from z0.
-
-    Attributes:
-        cell: the map (z, x) -> z.
-        x: the injection, a tensor or a pytree.
-        z0: start of the iteration.
-        options: those of the forward solve; kernel, groups and scale are those of the backward solve too.
-        is_fresh: z0 is finite, and nobody else uses its memory.
-        per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
-        solves: keeps the compiled solves, if given.
-        graphs: if given, these capture the forward solve, and the backward solve of ``Implicit``, and replay them.
-        compiled: if given, its code runs the forward solve.
-        linearised: if given, its code runs the backward solve of ``Implicit``.
-        context: where the forward pass runs.
-        keep_inverse: called with the estimate of the inverse Jacobian, if the options ask for its history.
-        on_backward: called with the Solution of a backward solve.
-        advances: the returned value is not z* but the result of the gradient's own calls of the cell.
-    """
+    """Forward pass of a block: solve z = cell(z, x) from z0; x is a tensor or a pytree."""
 
     cell: Any
     x: Any
     z0: Any
-    options: Options
-    is_fresh: bool = False
-    per_sample: Any = None
-    solves: Solves | None = None
-    graphs: Graphs | None = None
-    compiled: Compiled | None = None
-    linearised: Callable[[Any, Any, Any], Any] | None = None
-    context: Context = "eager"
-    keep_inverse: Callable[[Inverse], None] | None = None
-    on_backward: Callable[[Solution], None]
-    advances: bool = False
+    options: Options  # of the forward solve; kernel, groups and scale are those of the backward solve too
+    is_fresh: bool = False  # z0 is finite, and nobody else uses its memory
+    per_sample: Any = None  # which tensors of x have a row per row of z, see ``DEQBlock``
+    solves: Solves | None = None  # keeps the compiled solves
+    graphs: Graphs | None = None  # capture the forward solve, and the backward solve of ``Implicit``, and replay them
+    compiled: Compiled | None = None  # its code runs the forward solve
+    linearised: Callable[[Any, Any, Any], Any] | None = None  # its code runs the backward solve of ``Implicit``
+    context: Context = "eager"  # where the forward pass runs
+    keep_inverse: Callable[[Inverse], None] | None = (
+        None  # gets the inverse's estimate, if the options keep its history
+    )
+    on_backward: Callable[[Solution], None]  # called with the Solution of a backward solve
+    advances: bool = False  # the returned value is not z* but the result of the gradient's own calls of the cell
 
     @property
     def solver(self) -> Solver:

@@ -1,7 +1,5 @@
 """What does not go together: how each way of running a solve declares what it refuses, and the error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 Option = str | type
@@ -20,8 +18,8 @@ def kinds(part: object) -> list[Option]:
     return [*type(part).__mro__]
 
 
-def check_served(way: Option, refused: Refusals, options: Iterable[Option], of: str = "") -> None:
-    """Raise ValueError if this way of running a solve refuses an option; `of` says whose option it is."""
+def check_served(way: Option, refused: Refusals, options: Iterable[Option], owner: str = "") -> None:
+    """Raise ValueError if this way of running a solve refuses an option; `owner` says whose option it is."""
     for option in options:
         if option in refused:
-            raise ValueError(f"{name_of(way)} cannot be combined with {name_of(option)}{of}: {refused[option]}")
+            raise ValueError(f"{name_of(way)} cannot be combined with {name_of(option)}{owner}: {refused[option]}")

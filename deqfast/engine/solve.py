@@ -39,7 +39,8 @@ Keep = Callable[[Inverse], None]
 class Options:
     """What a solve is asked for, apart from f and z0; see ``deqfast.solve``. A key by identity.
 
-    keeps_inverse: keep the history of Anderson or Broyden, for the estimate of the inverse.
+    keeps_inverse: keep the history of Anderson or Broyden, for the estimate of the inverse. counted: at least this
+    number of first evaluations are calls of f in a CUDA graph too.
     lockstep: processes that end the solve together. state_group: processes that have parts of each sample.
     """
 
@@ -54,6 +55,7 @@ class Options:
     state_group: Ranks | None = None
     causal: bool = False
     keeps_inverse: bool = False
+    counted: int = 0
     _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
 
     @cached_property
@@ -68,7 +70,7 @@ class Options:
         """
         if solver not in self._linear:
             options = replace(self, solver=solver, stop_fn=None, drop_converged=False, trace=False, keeps_inverse=False)
-            options = replace(options, causal=False)
+            options = replace(options, causal=False, counted=0)
             inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
             self._linear[solver] = options, replace(options, scale=inverse)
         return self._linear[solver]
@@ -172,7 +174,7 @@ class Solve:
         """The evaluations of f for a CUDA graph; ``check_device_loop`` says what is refused."""
         named = "drop_converged", "stop_fn", "lockstep", "causal"
         check_device_loop(way, self.solver, self.kernel, [name for name in named if getattr(self.options, name)])
-        return DeviceLoop(whole(f, self.packing, state), self.solver, self.rule, state)
+        return DeviceLoop(whole(f, self.packing, state), self.solver, self.rule, state, self.options.counted)
 
     def rule(self, value: Any) -> StopRule:
         """Stop rule for an f that has returned this value."""

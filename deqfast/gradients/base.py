@@ -41,19 +41,13 @@ Evaluate = Callable[[Any, Any], Any]
 
 
 class Recorded:
-    """Evaluation y = f(z*, x) with its graph.
-
-    Attributes:
-        outputs: its leaves, in the order of z's.
-        in_x: tensors of x that require a gradient.
-        graph: their graph, of which the search for leaves behind it begins only when it is asked for.
-    """
+    """Evaluation y = f(z*, x) with its graph, which is searched for leaves only when they are asked for."""
 
     def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
         first = next_node()
         inner = with_nodes(x)  # else a tensor of x could not be distinguished from the same one held by the cell
-        self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))
-        self.in_x, state = requiring_grad(x), requiring_grad(z)
+        self.outputs = in_order_of(z, evaluate(not_leaves(z), inner))  # leaves, in the order of z's
+        self.in_x, state = requiring_grad(x), requiring_grad(z)  # tensors that require a gradient
         self.graph = Graph(self.outputs, [*requiring_grad(inner), *state] if self.in_x else state, first)
         self.is_of_state = bool(state)
 
@@ -173,20 +167,14 @@ def _with_graph(rule: Rule, graph: Graph, grads: list[Tensor], sources: list[Ten
 
 @dataclass
 class _To:
-    """What a gradient is attached to.
-
-    Attributes:
-        values: the solver's, until they have been copied.
-        dtypes: of the evaluation y.
-        saved: for second derivatives, the sources; those of x only if the rule has none.
-    """
+    """What a gradient is attached to."""
 
     rule: Rule
     graph: Graph
     broken: Tensor | None
-    values: list[Tensor]
-    dtypes: list[torch.dtype]
-    saved: list[Tensor]
+    values: list[Tensor]  # the solver's, until they have been copied
+    dtypes: list[torch.dtype]  # of the evaluation y
+    saved: list[Tensor]  # for second derivatives, the sources; those of x only if the rule has none
 
 
 class _Attach(torch.autograd.Function):
@@ -204,10 +192,9 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if not isinstance(ctx, BackwardCFunction):  # a copy of it, run after the graph has been freed
-            raise RuntimeError(
-                "deqfast: compiled autograd does not keep the graph that the gradient of a block needs: compile the "
-                "model, in which a block is an op, or use Reversible(), Unrolled() or, on a CPU, JFB()"
-            )
+            why = "compiled autograd does not keep the graph that the gradient of a block needs"
+            use = "compile the model, in which a block is an op, or use Reversible(), Unrolled() or, on a CPU, JFB()"
+            raise RuntimeError(f"deqfast: {why}: {use}")
         return untraced(_Attach.pull, ctx, grads)
 
     @staticmethod

@@ -85,7 +85,7 @@ class _Call:
         return Linearisation(self.f, state, rows, others, chosen, self.members)
 
 
-class _OfCall(torch.autograd.Function):
+class _CallFunction(torch.autograd.Function):
     """Function of something of its own, a ``_Call`` and the call's tensors. Vmaps fold into the rows."""
 
     @classmethod
@@ -103,7 +103,7 @@ class _OfCall(torch.autograd.Function):
         return tuple(unfold(results, count)), (0,) * len(results)
 
 
-class _OnValues(_OfCall):
+class _OnValues(_CallFunction):
     @staticmethod
     def forward(work: Work, call: _Call, *tensors: Tensor) -> Any:
         state, rows, others = call.split(tensor.detach() for tensor in tensors)
@@ -125,21 +125,14 @@ class _OnValues(_OfCall):
 
 @dataclass(frozen=True)
 class Linearisation:
-    """Linearisation of a function at a state, in the other tensors that are differentiated.
-
-    Attributes:
-        f: the function.
-        state, rows, others: its arguments.
-        chosen: positions, among rows and others, of the tensors to differentiate in.
-        members: number of members of vmaps folded into the rows.
-    """
+    """Linearisation of f(state, rows, others) at a state, in the other tensors that are differentiated."""
 
     f: StateFunction
     state: Tensors
     rows: Tensors
     others: Tensors
-    chosen: list[int]
-    members: int
+    chosen: list[int]  # positions, among rows and others, of the tensors to differentiate in
+    members: int  # of vmaps, folded into the rows
 
     def pull(self, grads: Tensors) -> Tensors:
         """Gradients in the chosen tensors, for gradients of f."""
@@ -218,7 +211,7 @@ def attached(
     return _Attached.of(derivative, f, members, state, rows, others)
 
 
-class _Attached(_OfCall):
+class _Attached(_CallFunction):
     @staticmethod
     def forward(derivative: Derivative, call: _Call, *tensors: Tensor) -> Any:
         return tuple(tensor.clone() for tensor in call.split(tensors)[0])

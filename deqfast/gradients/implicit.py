@@ -148,10 +148,8 @@ class _Inverted(Rule):
     def _is_repeatable(self) -> bool:
         """Return whether the cell, with its hooks, masks and weights, is unchanged since it was recorded."""
         again = autograd.in_order_of(self.z, self.evaluate(autograd.detached(self.z), self.x))
-        return all(
-            torch.allclose(a, b, rtol=1e3 * torch.finfo(b.dtype).eps, atol=1e3 * torch.finfo(b.dtype).eps)
-            for a, b in zip(again, self.recorded.outputs, strict=True)
-        )
+        pairs = [(a, b, 1e3 * torch.finfo(b.dtype).eps) for a, b in zip(again, self.recorded.outputs, strict=True)]
+        return all(torch.allclose(a, b, rtol=tol, atol=tol) for a, b, tol in pairs)
 
     def _products(self, z: Any, u: list[Tensor]) -> Gradients:
         """Products of u with the Jacobian in the sources of an evaluation at z, with a graph."""

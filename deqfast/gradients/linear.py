@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,18 +59,12 @@ class LinearSolve:
 
     With J the Jacobian of the cell in z, a gradient has A = J^T and u = (I - J^T)^-1 g. A tangent has A = J. Only
     products with A are needed: by a recorded evaluation, by compiled code, or by torch.func.
-
-    Attributes:
-        options: those of the solve; the solver has atol=0.
-        for_transpose: those of the solve with the transposed matrix, whose u has the inverse scale.
-        solves: keeps the compiled solves, if given.
-        on_backward: called with the Solution.
     """
 
-    options: Options
-    for_transpose: Options
-    solves: Solves | None
-    on_backward: Callable[[Solution], None]
+    options: Options  # of the solve; the solver has atol=0
+    for_transpose: Options  # of the solve with the transposed matrix, whose u has the inverse scale
+    solves: Solves | None  # keeps the compiled solves, if given
+    on_backward: Callable[[Solution], None]  # called with the Solution
 
     @classmethod
     def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
@@ -102,7 +97,7 @@ class LinearSolve:
         factors = factors_of(options.scale, spec)
         exponent = torch.frexp(sample_norms(start, groups, True, factors, parts)).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-        rows = sizes if groups is None else groups.of_rows(sizes)
+        rows = sizes if groups is None else groups.per_row(sizes)
         start = [(g / per_row(rows, g)).to(g.dtype) for g in start]  # float16 does not represent all sizes
         solution = self._solve(products, start, spec, options)
         values = [(u * per_row(rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
@@ -120,10 +115,9 @@ class LinearSolve:
         if isinstance(products, Captured):
             captured, z0 = products, pytree.tree_unflatten(start, spec)
             assert self.solves is not None  # as always in a block
-            return captured.graphs.solve(
-                *(self.solves.of(options, z0), captured.cell, (captured.z, captured.x), z0),
-                *(lambda: self._solve(captured.ordinary, start, spec, options), _affine),
-            )
+            solve, at = self.solves.of(options, z0), (captured.z, captured.x)
+            ordinary = partial(self._solve, captured.ordinary, start, spec, options)
+            return captured.graphs.solve(solve, captured.cell, at, z0, ordinary, _affine)
 
         def on_tensor(u: Tensor) -> Tensor:
             product = products([u])[0]

@@ -36,19 +36,12 @@ _REFUSAL = "the gradient's solve cannot be compiled (compile='forward' leaves it
 
 @dataclass(frozen=True)
 class Product:
-    """u -> J^T u at one z*.
+    """u -> J^T u at one z*."""
 
-    Attributes:
-        graph: its inputs are the leaves of u and `saved`.
-        saved: values that do not depend on u, see ``keep``.
-        loops: compiled solves with this graph.
-        leaves: those of z*; the leaves of u have their shapes, dtypes and memory orders.
-    """
-
-    graph: fx.GraphModule
-    saved: list[tuple[Tensor, int]]
-    loops: Compiled
-    leaves: list[Tensor]
+    graph: fx.GraphModule  # its inputs are the leaves of u and `saved`
+    saved: list[tuple[Tensor, int]]  # values that do not depend on u, see ``keep``
+    loops: Compiled  # compiled solves with this graph
+    leaves: list[Tensor]  # those of z*; the leaves of u have their shapes, dtypes and memory orders
 
     def solve(self, start: list[Tensor], options: Options) -> Solution:
         """Solve u = J^T u + start from `start`, leaves like those of z*; the value is a list of leaves too."""

@@ -22,10 +22,10 @@ from .phantom import Damped, Phantom
 class Neumann(Adjoint):
     """Neumann series: (I - J^T)^-1 replaced by r (I + M + ... + M^(steps-1)), M = r J^T + (1 - r) I, r = relaxation.
 
-    At z* it is ``Phantom``'s gradient, in the memory of one evaluation. Source: Geng et al., NeurIPS 2021, equation 8.
+    At an exact z* it is ``Phantom``'s gradient, in one evaluation's memory. Source: Geng et al., NeurIPS 2021, (8).
 
     Args:
-        steps: terms, at least 1; steps=1 with relaxation=1 is ``JFB``. Each further one costs a product.
+        steps: terms, at least 1; steps=1 with relaxation=1 is ``JFB``. Each but the first is a product with J^T.
         relaxation: in (0, 1].
 
     Raises:

@@ -125,16 +125,16 @@ class _Run:
         gradients: Gradients = [None] * (len(in_x) + len(sources))
         with self.autocast():
             for half in range(2 * self.steps):
-                at, of = half % 2, 1 - half % 2  # z was moved by f(y), and before that y by f(z)
+                at, other = half % 2, 1 - half % 2  # z was moved by f(y), and before that y by f(z)
                 z = autograd.detached(self.tree(ends[at]), requires_grad=True)
                 with torch.enable_grad():
                     values = autograd.in_order_of(z, cell(autograd.not_leaves(z), autograd.not_leaves(x)))
-                scaled = [self.relaxation * grad for grad in passed[of]]
+                scaled = [self.relaxation * grad for grad in passed[other]]
                 pulled = autograd.vjp(values, [*pytree.tree_leaves(z), *in_x, *sources], scaled)
                 passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]
-                passed[of] = [(1 - self.relaxation) * p for p in passed[of]]
+                passed[other] = [(1 - self.relaxation) * p for p in passed[other]]
                 gradients = [_sum(a, b) for a, b in zip(gradients, pulled[len(grads) :], strict=True)]
-                ends[of] = [self._unmixed(end, v.detach()) for end, v in zip(ends[of], values, strict=True)]
+                ends[other] = [self._unmixed(end, v.detach()) for end, v in zip(ends[other], values, strict=True)]
         self._check(ends)
         # Gradients that the cell adds without x: a leaf counts among those held, and one that x has twice counts once.
         by_cell = gradients[len(in_x) :]

@@ -76,5 +76,5 @@ class _Shared(Rule):
         norms = partial(sample_norms, groups=self.groups, factors=self.factors, parts=self.parts)
         lengths, plain = norms(shared), norms(grads)
         trusted = lengths <= self.fallback * plain
-        trusted = trusted if self.groups is None else self.groups.of_rows(trusted)
+        trusted = trusted if self.groups is None else self.groups.per_row(trusted)
         return [torch.where(per_row(trusted, u), u, g) for u, g in zip(shared, grads, strict=True)]

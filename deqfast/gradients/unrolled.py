@@ -48,7 +48,7 @@ class Iterated(Adjoint):
             ranks.most(0)  # all may begin
         value, solution = self.iterate(plan, packing, plan.z0, plan.x)
         broken = solution.status == Status.NONFINITE
-        rows = broken if plan.groups is None else plan.groups.of_rows(broken)
+        rows = broken if plan.groups is None else plan.groups.per_row(broken)
         if plan.context == "torch.export":
             value = pytree.tree_map(lambda v, z: torch.where(per_row(rows, v), z, v), value, plan.z0)
             return value, replace(solution, value=value)

@@ -10,16 +10,8 @@ from .neural_collapse import NCResult, neural_collapse
 if TYPE_CHECKING:
     from .metric import NeuralCollapse
 
-__all__ = [
-    "ClassGeometry",
-    "ETFClassifier",
-    "NCResult",
-    "NeuralCollapse",
-    "VectorGeometry",
-    "VectorSpread",
-    "class_geometry",
-    "neural_collapse",
-]
+__all__ = ["NCResult", "NeuralCollapse", "VectorSpread", "neural_collapse"]
+__all__ += ["ClassGeometry", "ETFClassifier", "VectorGeometry", "class_geometry"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,12 +18,9 @@ The orthogonal frame's lengths: orthogonal means h_k = r_k e_k and W = sum_k g_k
 k has the margin g_k r_k = 1 at the least penalty g_k^2 (1 - 1/K) + n_k r_k^2. Hence r_k^2 is proportional to n_k^(-1/2)
 and g_k^2 to n_k^(1/2).
 
-Sources:
-    features of a ReLU: Dang et al., ICML 2024, arXiv 2401.02058
-    SELI: Thrampoulidis et al., NeurIPS 2022, arXiv 2208.05512
-    equinorm, equiangular: Papyan et al., PNAS 2020, arXiv 2008.08186
-    CDNV: Galanti et al., ICLR 2022, arXiv 2112.15121
-    minority collapse: Fang et al., PNAS 2021, arXiv 2101.12699
+Sources: Dang et al., ICML 2024, arXiv 2401.02058 (features of a ReLU). Thrampoulidis et al., NeurIPS 2022, arXiv
+2208.05512 (SELI). Papyan et al., PNAS 2020, arXiv 2008.08186 (equinorm, equiangular). Galanti et al., ICLR 2022, arXiv
+2112.15121 (CDNV). Fang et al., PNAS 2021, arXiv 2101.12699 (minority collapse).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from .geometry import ClassGeometry, class_geometry, unit
 from .statistics import Between, Classifier, ClassMeans, Samples
 
 NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
-OF_THE_BIAS = "zhu"  # its NC4 is of the bias, and needs no samples
+BIAS_ONLY = "zhu"  # its NC4 is of the bias, and needs no samples
 _SPREADS = ("nc2_means", "nc2_classifier")
 
 
@@ -126,16 +126,13 @@ def neural_collapse(
         labels: (N,), uint8 or a signed integer dtype, values in [0, num_classes), on the device of ``features``.
         classifier_weight: (num_classes, D), a dtype and the device as above. Without it NC3 and NC4 are None.
         num_classes: number of classes; None takes the rows of ``classifier_weight``, else the largest label plus one.
-        rtol: singular values of the centred class means up to ``rtol`` times the largest count as 0, in [0, 0.99]. For
-            means that nearly coincide it decides the result: see ``rank`` and ``condition``. None is 16 eps of the
-            dtype of ``features``; of float32 for float16 and bfloat16, whose roundings average out in the means.
-            Singular values within the float64 rounding of the means are never kept.
+        rtol: singular values of the centred class means up to ``rtol`` times the largest count as 0, in [0, 0.99], as
+            do those within float64's rounding. It decides the result if means nearly coincide: see ``condition``. None
+            is 16 eps of the dtype of ``features``, but of float32 for shorter ones: roundings average out in the means.
         center: c, "class-means" for their mean or "samples" for the mean of all samples; None: the convention's.
-        kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4.
-            "auto" is cpp on the CPU; on CUDA tensors cuda, else triton. If these are not available it is torch, with a
-            warning. Features whose rows have gaps between their elements are copied first.
-        geometry: also measure how near class means and classifier are to what the class sizes predict. The means are
-            not centred then, and torch makes one more pass over the features.
+        kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4. "auto"
+            is cpp on a CPU, else cuda, triton, or torch with a warning. Rows with gaps are copied first.
+        geometry: also measure ``class_geometry``, of means that are not centred. torch makes one more pass.
         classifier_bias: (num_classes,), a dtype and the device as above; None is 0. It enters NC4 and, in ``geometry``,
             ``logits``. It needs ``classifier_weight``. NC3 ignores it in every convention.
         convention: "sun", "papyan", "zhu" or "kothapalli", see above.
@@ -169,17 +166,16 @@ def neural_collapse(
     samples = Samples.grouped(features, labels, check_label_range(labels, num_classes))
 
     samples, stats = statistics.class_means(samples, chosen)
-    excluded, counts = features.shape[0] - len(samples.rows), stats.counts
+    excluded, counts = features.shape[0] - samples.count, stats.counts
     samples, stats, classifier = statistics.drop_empty_classes(samples, stats, classifier)
     if samples.num_classes == 0:
         return undefined(excluded, convention, classifier, True, len(counts) if per_class else None)
-    between = statistics.between_classes(
-        stats, center, statistics.default_rtol(features.dtype) if rtol is None else rtol
-    )
+    rtol = statistics.default_rtol(features.dtype) if rtol is None else rtol
+    between = statistics.between_classes(stats, center, rtol)
     means, project = stats.means, chosen.op("within_class_scatter")
     within = project(samples.features, samples.rows, samples.offsets, means, between.whitening)
     agreement = None
-    if classifier is not None and convention != OF_THE_BIAS:
+    if classifier is not None and convention != BIAS_ONLY:
         agreement = statistics.nearest_mean_agreement(samples, stats, classifier)
     nc1s = None
     if per_class:
@@ -230,7 +226,7 @@ def make_result(
         values["nc3_centered"] = torch.linalg.vector_norm(weight - centred)
         if convention == "papyan":
             values["nc2_classifier"] = spread(weight)
-        if convention == OF_THE_BIAS:
+        if convention == BIAS_ONLY:
             values["nc4"] = lengths(classifier.logits(between.middle + stats.shift))
     if agreement is not None:
         values["nc4"] = 1 - agreement if convention == "papyan" else agreement
@@ -259,7 +255,7 @@ def undefined(
     """Result if all rows are non-finite; kept: whether the samples were, per_class: how many classes, or None."""
     host: dict[str, Any] = dict.fromkeys(("nc1", "condition", "nc2", "nc2_paper", "nc2_centered"), math.nan)
     host |= dict.fromkeys(("nc3", "nc3_centered", "nc4"), None if classifier is None else math.nan)
-    if not (kept or convention == OF_THE_BIAS):
+    if not (kept or convention == BIAS_ONLY):
         host["nc4"] = None
     if convention == "papyan":
         host |= dict.fromkeys(_SPREADS[: 1 if classifier is None else 2], VectorSpread(math.nan, math.nan, math.nan))

@@ -1,7 +1,5 @@
 """Availability of the kernels, and the choice among them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Clear error for second derivatives that do not exist."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

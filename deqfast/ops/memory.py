@@ -4,8 +4,6 @@ The system zeroes every fresh page, which costs a short solve up to a third of i
 last tensor is gone. Blocks that stay unused for a while are given back.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref

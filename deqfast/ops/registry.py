@@ -177,40 +177,34 @@ class Op:
         """Integer arguments that occur in shapes."""
         return {"": 0} | {name: getattr(a, name) for name in self._named}
 
-    @cached_property
-    def _numbers(self) -> dict[str, list[tuple[str, type]]]:
-        """Name and type of every number of the arguments that are records."""
-        records = {name: kind for name, (kind, _) in self._fields.items() if issubclass(kind, tuple)}
-        return {name: [*get_type_hints(kind).items()] for name, kind in records.items()}
-
     @property
     def schema(self) -> str:
         """Arguments and results as a schema of torch.library."""
         parts, writes = [], iter("abcdefghijklmnopqrstuvwxyz")
         for name, (kind, note) in self._fields.items():
-            if name in self._numbers:
-                parts += [f"float {number}" for number, _ in self._numbers[name]]
+            if name in self._records:
+                parts += [f"float {number}" for number in self._records[name][2]]
             else:
                 written = kind is Tensor and note.mutated
                 parts.append(f"{kind.__name__}{f'({next(writes)}!)' if written else ''} {name}")
         return f"({', '.join(parts)}) -> ({', '.join(f'Tensor {result.name}' for result in self.results)})"
 
     @cached_property
-    def _records(self) -> list[tuple[slice, type, list[type]]]:
+    def _records(self) -> dict[str, tuple[slice, type, dict[str, type]]]:
         """Records: the positions of their numbers among the op's arguments, their type, and the numbers' types."""
-        records, at = [], 0
+        records, at = {}, 0
         for name, (kind, _) in self._fields.items():
-            kinds = [of for _, of in self._numbers.get(name, ())]
-            if kinds:
-                records.append((slice(at, at + len(kinds)), kind, kinds))
-            at += len(kinds) or 1
+            numbers = get_type_hints(kind) if issubclass(kind, tuple) else {}
+            if numbers:
+                records[name] = slice(at, at + len(numbers)), kind, numbers
+            at += len(numbers) or 1
         return records
 
     def table(self, *values: Any) -> Any:
         """Table of a call; the call gives every number of a record as an argument of its own."""
         bound = list(values)
-        for at, kind, kinds in reversed(self._records):  # the last one first, so that the positions of the others stay
-            bound[at] = [kind(*(of(number) for of, number in zip(kinds, bound[at], strict=True)))]
+        for at, kind, numbers in reversed(self._records.values()):  # the last first: the others' positions stay
+            bound[at] = [kind(*(to(number) for to, number in zip(numbers.values(), bound[at], strict=True)))]
         return self.arguments(*bound)
 
     @cached_property
@@ -355,17 +349,17 @@ class Op:
         return None if right or not tensor.numel() else f"{wanted}, got strides {tensor.stride()}"
 
 
-def register(op: Op) -> None:
-    """Define the op and, if it has a Triton kernel, `name`_triton with the same schema and fake.
+def register(name: str, arguments: type, anchor: str, *results: Result, **more: Any) -> None:
+    """Define the ``Op`` of this name and, if it has a Triton kernel, `name`_triton with the same schema and fake.
 
     The extensions register the kernels of the first op. Triton shares the CUDA dispatch key with the CUDA kernels. Its
     op is therefore separate, and runs on CUDA tensors and, interpreted, on CPU tensors.
     """
-    OPS[op.name] = op
-    for name in (op.name, f"{op.name}_triton") if op.triton else (op.name,):
-        library.define(name + op.schema)
-        torch.library.register_fake(f"deqfast::{name}", op.fake, lib=library)
+    op = OPS[name] = Op(name, arguments, anchor, results, **more)
+    for each in (name, f"{name}_triton") if op.triton else (name,):
+        library.define(each + op.schema)
+        torch.library.register_fake(f"deqfast::{each}", op.fake, lib=library)
     if op.binds:
-        library.define(f"{op.name}_bind{op.schema.replace('()', 'int')}")
+        library.define(f"{name}_bind{op.schema.replace('()', 'int')}")
     for key in ("CPU", "CUDA") if op.triton else ():
-        library.impl(f"{op.name}_triton", op.run_triton, key)
+        library.impl(f"{name}_triton", op.run_triton, key)

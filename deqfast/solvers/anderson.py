@@ -1,7 +1,5 @@
 """Anderson acceleration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Auto: several solvers, one after the other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,27 +16,19 @@ from .broyden import Broyden
 
 FIRST, GAIN_ITERATION = map(PROGRESS.index, ("first", "gain_iteration"))
 # Progress of the whole solve, which a new stage must not reset.
-OF_THE_SOLVE = list(map(PROGRESS.index, ("first", "start", "least")))
+WHOLE_SOLVE = list(map(PROGRESS.index, ("first", "start", "least")))
 
 
 @dataclass
 class AutoState(State):
-    """State of a solve by stages.
+    """State of a solve by stages."""
 
-    Attributes:
-        stage: number of each sample's stage, from 0, (B,) int32.
-        begin: evaluations before this stage, (B,) int32.
-        skipped: those of them in which the sample did not run, (B,) int32.
-        seen: absolute residuals (B,) at the last check of progress.
-        first: state of the first stage before its first step, else None.
-        steps: bound step of each pair (stage, begin) of a running sample. All work on the tensors of this state.
-    """
-
-    stage: Tensor = field(kw_only=True)
-    begin: Tensor = field(kw_only=True)
-    skipped: Tensor = field(kw_only=True)
-    seen: Tensor = field(kw_only=True)
-    first: State | None = field(kw_only=True)
+    stage: Tensor = field(kw_only=True)  # number of each sample's stage, from 0, (B,) int32
+    begin: Tensor = field(kw_only=True)  # evaluations before this stage, (B,) int32
+    skipped: Tensor = field(kw_only=True)  # those of them in which the sample did not run, (B,) int32
+    seen: Tensor = field(kw_only=True)  # absolute residuals (B,) at the last check of progress
+    first: State | None = field(kw_only=True)  # state of the first stage before its first step, else None
+    # Bound step of each pair (stage, begin) of a running sample. All work on the tensors of this state.
     steps: dict[tuple[int, int], Step] = field(default_factory=dict)
 
     def iterations_at(self, k: int) -> Tensor | int:
@@ -156,9 +146,9 @@ class Auto(Solver):
             if k > begin:
                 step(fz, k - begin, last)
             else:  # the whole solve has judged this iterate before
-                before = state.progress[OF_THE_SOLVE]
+                before = state.progress[WHOLE_SOLVE]
                 first(fz, 0, last)
-                state.progress[OF_THE_SOLVE] = torch.where(running, before, state.progress[OF_THE_SOLVE])
+                state.progress[WHOLE_SOLVE] = torch.where(running, before, state.progress[WHOLE_SOLVE])
             state.iterations.copy_(torch.where(running, state.iterations_at(k), state.iterations))
 
         return advance

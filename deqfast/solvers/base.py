@@ -50,7 +50,7 @@ class State:
     @property
     def running(self) -> Tensor:
         """Mask (B,) of the samples that have not ended."""
-        return self.status == RUNNING
+        return self.status.eq(RUNNING)
 
     def iterations_at(self, k: int) -> Tensor | int:
         """Evaluations that the running samples have used with evaluation k."""

@@ -1,7 +1,5 @@
 """Broyden's method."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_count, check_number
+from .._checks import check_callable, check_count, check_number
 from ..kernels.constants import ANDERSON_II
 from ..ops import Kernel
 from ..state.packing import Packing, countable, evaluate, versions
@@ -83,7 +83,7 @@ class MixedState(State):
         newest, count = (torch.full_like(self.iterations, number) for number in (k - 1, min(k, self.slots)))
         # Its products are those of the errors.
         vector = torch.cat([self.history.joint[:, :width], torch.zeros_like(target)], dim=1)
-        rest = self.kernel.op("multisecant_transposed")(
+        rest: Tensor = self.kernel.op("multisecant_transposed")(
             vector, pairs, pairs, gram, newest, count, ANDERSON_II, 1.0, 1.0, ridge
         )
         return target + rest[:, width:]
@@ -137,8 +137,7 @@ class MixedAnderson(Solver):
             check_count("history_size", self.history_size)
         check_number("relaxation", self.relaxation, 0.0, 2.0, low_open=True)
         check_number("ridge", self.ridge, 0.0, 1.0)
-        if not callable(self.mixing_fn):
-            raise TypeError(f"mixing_fn must be callable, got {self.mixing_fn!r}")
+        check_callable("mixing_fn", self.mixing_fn)
 
     def init(self, z: Tensor, kernel: Kernel) -> State:
         return MixedState.start(z, kernel, slots=slots(self.history_size, self.max_iter, kernel))

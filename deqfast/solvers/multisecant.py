@@ -5,8 +5,7 @@ steps or the differences of g. Broyden's product of rank-one updates in this for
 Programming 63 (1994); Anderson as a multisecant method: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,13 +23,10 @@ class PreviousValue:
 
     The second call shows whether f does, unless an earlier solve has. Until then the first value is copied, and its own
     memory stays in use, so that torch does not reuse it.
-
-    Attributes:
-        is_overwritten: whether f does; None: not known yet.
     """
 
     def __init__(self, is_overwritten: bool | None = None) -> None:
-        self.is_overwritten = is_overwritten
+        self.is_overwritten = is_overwritten  # whether f does; None: not known yet
         self._first: Tensor | None = None  # as f returned it
 
     def check(self, fz: Tensor, previous: Tensor, k: int) -> None:
@@ -148,5 +144,5 @@ class Multisecant(Solver):
         pairs = state.iterations - 2  # of values of f that a step followed
         newest, count = pairs - 1, pairs.clamp(0, state.left.shape[1] - 1)
         method, _, beta, ridge = self.method()
-        product = state.kernel.op("multisecant_transposed")
+        product: Callable[..., Tensor] = state.kernel.op("multisecant_transposed")
         return product(v, state.left, state.df, state.gram, newest, count, method, 1.0, beta, ridge)

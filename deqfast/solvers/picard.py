@@ -1,7 +1,5 @@
 """Damped fixed-point (Picard) iteration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

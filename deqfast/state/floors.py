@@ -1,7 +1,5 @@
 """Rounding floors of f. The dtype of f's value does not fully determine its precision."""
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Iterable
@@ -44,19 +42,15 @@ def _has_tf32(index: int | None) -> bool:
 def residual_floor(
     values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
 ) -> float:
-    """Return the relative residual that rounding may cause.
+    """Relative residual that rounding may cause, for an f of these dtypes of its values and of its arguments.
 
-    Args:
-        values: dtypes of f's values.
-        states: dtypes of the states that f is given.
-        device: device whose autocast state counts.
-        products_eps: result of ``float32_products_eps``, for float32 values.
+    The autocast state of the device counts. products_eps: of ``float32_products_eps``, for float32 values.
     """
     values = set(values)
     units = [torch.finfo(dtype).eps for dtype in values.union(states)]
     if torch.is_autocast_enabled(device.type):
         units.append(torch.finfo(torch.get_autocast_dtype(device.type)).eps)
-    floor = _UNITS_OF_VALUES * max(units)
+    floor: float = _UNITS_OF_VALUES * max(units)
     return max(floor, _UNITS_OF_FACTORS * products_eps) if values & {torch.float32, torch.complex64} else floor
 
 

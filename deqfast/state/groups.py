@@ -38,8 +38,8 @@ class Groups:
             if not isinstance(groups, Tensor) or groups.dim() != 1:
                 raise ValueError(f"rows must be given unless groups is a tensor (N,), got {groups!r}")
             rows = len(groups)
-        of_groups = groups.device if isinstance(groups, Tensor) else "cpu"
-        device = torch.empty(0, device=device or of_groups).device  # "cuda" has no index, "cuda:0" does
+        given = groups.device if isinstance(groups, Tensor) else "cpu"
+        device = torch.empty(0, device=device or given).device  # "cuda" has no index, "cuda:0" does
         self.index = _checked(groups, rows, device)
         self.rows, self.count = rows, 0
         if isinstance(groups, str):  # one sample, known without reading from the device
@@ -86,7 +86,7 @@ class Groups:
         """Sums over the rows of each sample, (B,), of values of the rows (N,)."""
         return self.gather(values[:, None]).sum(dim=1)
 
-    def of_rows(self, values: Tensor) -> Tensor:
+    def per_row(self, values: Tensor) -> Tensor:
         """Values (N,) of each row's sample, from values of the samples (B,)."""
         return values.index_select(0, self.index)
 

@@ -1,7 +1,5 @@
 """Norms of the samples of a state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -46,13 +44,15 @@ def _largest(rows: Tensor) -> Tensor:
     """Largest magnitude of each row, (B,) float64; 0 of an empty row."""
     if not rows.shape[1]:
         return rows.new_zeros(len(rows), dtype=torch.float64)
-    return torch.linalg.vector_norm(rows, math.inf, dim=1).double()
+    norms: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)
+    return norms.double()
 
 
 def lengths(rows: Tensor) -> Tensor:
     """Norms over the last dimension, in which no square overflows or underflows, whatever the numbers are."""
     sizes = largest(rows)
-    return torch.linalg.vector_norm(rows / sizes, dim=-1) * sizes[..., 0]
+    scaled: Tensor = torch.linalg.vector_norm(rows / sizes, dim=-1)
+    return scaled * sizes[..., 0]
 
 
 def unit(rows: Tensor) -> Tensor:

@@ -114,12 +114,9 @@ class Packing:
     """Map between the pytree that f takes and the rows (B, D) that the solvers work on.
 
     `groups`, `scale`: see ``deqfast.solve``. With `causal` each position is a row, (B * T, D).
-
-    Attributes:
-        length: T, the positions of a sequence; None: each sample is a row.
     """
 
-    length: int | None = None
+    length: int | None = None  # T, the positions of a sequence; None: each sample is a row
 
     def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None, scale: Any = None, causal: bool = False):
         self.is_tensor = isinstance(z0, Tensor)
@@ -237,6 +234,7 @@ class Packing:
         is_rows, rows_of_value = self.is_rows, self.rows_of_value
 
         def pack(value: Any) -> Tensor:
+            rows: Tensor = value
             if not (
                 is_rows
                 and isinstance(value, Tensor)
@@ -245,8 +243,8 @@ class Packing:
                 and value.is_contiguous()
                 and value.device == device
             ):
-                value = rows_of_value(value)
-            return value.clone() if -size < value.data_ptr() - first < size else value
+                rows = rows_of_value(value)
+            return rows.clone() if -size < rows.data_ptr() - first < size else rows
 
         return pack
 

@@ -1,7 +1,5 @@
 """Rows of samples: which tensors of x have them, and healthy rows in place of broken ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,7 +110,7 @@ def without_broken(
     """
     broken = solution.status == Status.NONFINITE
     if groups is not None:
-        broken = groups.of_rows(broken)
+        broken = groups.per_row(broken)
     if not len(broken) and ranks is None:
         return solution.value, x, None
     z, x = with_stand_ins(f, solution.value, x, broken, declared, ranks)

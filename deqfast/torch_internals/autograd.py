@@ -3,8 +3,6 @@
 `tests/test_torch_internals.py` tests each assumption about torch in this module.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -140,12 +138,12 @@ def _no_hooks(hooks: list[Any]) -> Iterator[None]:
         yield
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     takes_part = False  # this thread computes a part of a tensor's gradient, which the tensor's hooks must not see
     multiplies = False  # this thread computes a product for a gradient, which hooks of modules must not see
 
 
-_thread, _hooks_lock = _OfThread(), threading.Lock()
+_thread, _hooks_lock = _ThreadState(), threading.Lock()
 
 
 @contextmanager
@@ -266,12 +264,7 @@ class Graph:
     A node is older than the evaluation if its number is below `first`, because torch numbers the nodes of a thread as
     they are recorded. Two kinds of older nodes still belong to the evaluation. One is a weight held for the solve; its
     `age` is the number from which on its nodes count. The other is a weight's cast kept by autocast, a
-    "ToCopyBackward0".
-
-    Args:
-        outputs: values of the evaluation.
-        excluded: tensors beyond which nothing is searched.
-        first: number of the evaluation's first node.
+    "ToCopyBackward0". Nothing is searched beyond the `excluded` tensors.
     """
 
     def __init__(self, outputs: Iterable[Tensor], excluded: Iterable[Tensor], first: int) -> None:

@@ -1,7 +1,5 @@
 """The dispatcher: operations inside of an op that run as they would in Python outside, or outside of all modes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

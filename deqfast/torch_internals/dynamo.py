@@ -3,8 +3,6 @@
 In a trace, code must not read values or addresses, or change modes.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys
@@ -129,12 +127,9 @@ _config_lock: Any = nullcontext() if TorchVersion(torch.__version__) >= "2.14" e
 
 
 class Codes:
-    """Code that torch.compile makes of a function, separately for each key and each set of guards.
+    """Code that torch.compile makes of a function, as one graph for each key and each set of guards.
 
-    Args:
-        function: compiled as one graph.
-        options: returns options of inductor, when code is made.
-        backend: backend of ``torch.compile``.
+    options: returns options of inductor, when code is made.
     """
 
     def __init__(

@@ -149,24 +149,16 @@ def mark() -> Any:
 class Parts:
     """CUDA graphs that are captured one after another, and share their temporary memory.
 
-    After any error the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.)
-
-    Args:
-        mode: `capture_error_mode` of ``torch.cuda.graph``. Backward solves need "relaxed": they run in a thread of
-            autograd.
-
-    Attributes:
-        graphs: in their order.
-        loops: each loop as `cut` was given it.
-        cutting: the parts of a capture that loops cut, for all threads; one at a time, under `alone`.
+    After any error the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.) mode: the
+    `capture_error_mode` of ``torch.cuda.graph``. Backward solves need "relaxed": they run in a thread of autograd.
     """
 
-    cutting: ClassVar[Parts | None] = None
+    cutting: ClassVar[Parts | None] = None  # of a capture that loops cut, for all threads; one at a time, under `alone`
     alone: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, mode: str) -> None:
-        self.graphs: list[Any] = []
-        self.loops: list[Any] = []
+        self.graphs: list[Any] = []  # in their order
+        self.loops: list[Any] = []  # each as `cut` was given it
         self._mode, self._pool = mode, torch.cuda.graph_pool_handle()
 
     def add(self, work: Callable[[], object]) -> None:

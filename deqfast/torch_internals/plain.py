@@ -1,7 +1,5 @@
 """Modules that a kernel may replace, because a call runs only their forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

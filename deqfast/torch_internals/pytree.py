@@ -1,7 +1,5 @@
 """torch's pytree, which has no public name in Python, with a faster path for a single tensor, as most states are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +10,12 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 __all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten"]
 
-_OF_TENSOR = _pytree.tree_structure(0)  # of a single leaf
+_SINGLE_LEAF = _pytree.tree_structure(0)  # of a single leaf
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of the tree and its structure."""
-    return ([tree], _OF_TENSOR) if isinstance(tree, Tensor) else _pytree.tree_flatten(tree)
+    return ([tree], _SINGLE_LEAF) if isinstance(tree, Tensor) else _pytree.tree_flatten(tree)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -27,12 +25,12 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 def tree_structure(tree: Any) -> TreeSpec:
     """Return the structure of the tree."""
-    return _OF_TENSOR if isinstance(tree, Tensor) else _pytree.tree_structure(tree)
+    return _SINGLE_LEAF if isinstance(tree, Tensor) else _pytree.tree_structure(tree)
 
 
 def tree_unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """Return the tree of these leaves and this structure."""
-    return leaves[0] if spec is _OF_TENSOR and len(leaves) == 1 else _pytree.tree_unflatten(leaves, spec)
+    return leaves[0] if spec is _SINGLE_LEAF and len(leaves) == 1 else _pytree.tree_unflatten(leaves, spec)
 
 
 def tree_map(function: Callable[..., Any], tree: Any, *more: Any) -> Any:

@@ -153,10 +153,7 @@ def over_members(function: Callable[[list[Tensor]], list[Tensor]], tensors: list
 class Members:
     """Batch of gradients or tangents that is_grads_batched=True or vectorize=True sends through a derivative.
 
-    torch.autograd uses an older vmap for this, which is not torch.func's.
-
-    Args:
-        batched: one of the tensors.
+    torch.autograd uses an older vmap for this, which is not torch.func's. `batched` is one of the tensors.
     """
 
     def __init__(self, batched: Tensor) -> None:

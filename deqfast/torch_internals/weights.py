@@ -5,8 +5,6 @@ norm in training then returns another weight each time. torch's own ``parametriz
 every thread, which in a solve would have no graph. Here each thread keeps its own value, with a graph.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading
@@ -42,27 +40,20 @@ def tensors_of(cell: Callable[..., Any]) -> dict[str, Tensor]:
 
 @dataclass
 class _Held:
-    """Value kept for one module that computes weights.
+    """Value kept for one module that computes weights."""
 
-    Attributes:
-        with_graph: whether the value is computed with a graph.
-        hooks: the hooks of saved tensors when the solve began.
-        value: a tensor or a tuple of them; None until it has been read.
-        age: number of the first node of the value's own graph.
-    """
-
-    with_graph: bool
-    hooks: Any
-    value: Any = None
-    age: int = 0
+    with_graph: bool  # whether the value is computed with a graph
+    hooks: Any  # the hooks of saved tensors when the solve began
+    value: Any = None  # a tensor or a tuple of them; None until it has been read
+    age: int = 0  # number of the first node of the value's own graph
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.held: dict[nn.Module, _Held] = {}
 
 
-_thread = _OfThread()
+_thread = _ThreadState()
 
 
 def _value(module: nn.Module, compute: Callable[[], Any]) -> Any:

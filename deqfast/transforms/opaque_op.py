@@ -259,10 +259,9 @@ def _is_same(own: Tensor, received: Tensor, records: bool) -> bool:
 def _keep(values: list[Tensor], leaves: list[Tensor], ticket: Tensor) -> None:
     """Keep the graph of the values while the ticket exists; RuntimeError if it leads to other leaves too."""
     if depends_on_others(values, leaves):
-        raise RuntimeError(
-            "deqfast: under torch.compile the cell depends on a tensor that requires a gradient and is neither in x "
-            "nor a parameter of the cell. Its gradient would be lost: register it, or give it to the block in x"
-        )
+        what = "a tensor that requires a gradient and is neither in x nor a parameter of the cell"
+        remedy = "Its gradient would be lost: register it, or give it to the block in x"
+        raise RuntimeError(f"deqfast: under torch.compile the cell depends on {what}. {remedy}")
     if not leaves:
         return
     _recorded[int(ticket)] = values, leaves

@@ -14,23 +14,25 @@ from typing import Annotated, Any, ClassVar
 import torch
 from matplotlib.figure import Figure
 from msgspec import Meta
-from nc_study.models import count_parameters
+from nc_study.networks import count_parameters
 from runs import processes
 from runs.files import check_same, locked, prepare_out, read_record, reading, to_json, write_atomically
 from runs.options import Checked, SettingsError, flag_of, option, parsed
 from runs.provenance import Recorded, provenance
-from runs.script import how_to_go_on, told
+from runs.script import resume_hint, run_main
 from runs.states import read_state, take_over, write_state
+from runs.steps import DEVICES, EAGER, GRAPHED, chosen_device, eager_option, graphed, state_of
 from runs.style import png
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from deqfast._checks import did_you_mean
 
 FIRST_CHECKPOINT, SECONDS_BETWEEN_CHECKPOINTS = 5.0, 60.0
 REMEDY = "remove it to repeat the run"
-EXECUTION = {"seeds", "arms", "jobs", "out", "resume"}  # these do not change the outcome of one run
+EXECUTION = {"seeds", "arms", "jobs", "out", "resume", "eager"}  # these do not change the outcome of one run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Options(Checked):
     """Options of every model, which adds its own."""
 
     all_arms: ClassVar[tuple[str, ...]] = ()
+    device, eager = "cpu", False
 
     seeds: int = option("runs", "seeds of every arm, from 0", 3, minimum=1)
     arms: str = option("runs", "arms to train, with commas between; all: each of them", "all", metavar="A,B")
@@ -52,7 +55,7 @@ class Options(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown := [one for one in self.chosen if one not in self.all_arms]:
+        if unknown := [arm for arm in self.chosen if arm not in self.all_arms]:
             raise SettingsError(
                 f"--arms {unknown[0]}: one of all, {', '.join(self.all_arms)}{did_you_mean(unknown[0], self.all_arms)}"
             )
@@ -66,7 +69,24 @@ class Options(Checked):
     def deciding(self) -> dict[str, Any]:
         """Options that decide the outcome of a run."""
         own = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in EXECUTION}
-        return own | {"data_root": "absent" if self.data_root is None else "given"}
+        return own | {"data_root": "absent" if self.data_root is None else "given", "device": self.device}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Options):
+    """Options of models that train networks, on a CPU or a GPU."""
+
+    device: str = option("machine", "where to train; whole data sets are measured on the CPU", "auto", choices=DEVICES)
+    eager: bool = eager_option()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "device", chosen_device(self.device))
+
+    @property
+    def drops(self) -> bool:
+        """Whether solves drop converged samples. To find them would wait for a GPU."""
+        return self.device == "cpu"
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,8 @@ class Record(Recorded):
     parameters: int
     minutes: float
     peak_memory: int  # bytes, of the whole process
+    steps: str = EAGER
+    """How training steps ran: GRAPHED, or EAGER with the reason if a GPU would have allowed graphs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,18 +138,18 @@ class Run(processes.Run):
         super().__init__(folder / f"{arm}-seed{seed}.json")
         self.train, self.options, self.arm, self.seed = train, options, arm, seed
         self.checkpoint = self.path.with_suffix(".ckpt")
-        self.minutes = 0.0
+        self.minutes, self.how = 0.0, EAGER
         self.rows: list[dict[str, float]] = []
         """Measurements during the training; a checkpoint contains them."""
 
     @property
     def record(self) -> Record:
         """Record of the finished run. Raises Unreadable if it is damaged, or of another run."""
-        found = read_record(self.path, Record, REMEDY)
+        record = read_record(self.path, Record, REMEDY)
         with reading(self.path, REMEDY):
-            if (found.arm, found.seed) != (self.arm, self.seed):
-                raise ValueError(f"it is of {found.arm}, seed {found.seed}")
-        return found
+            if (record.arm, record.seed) != (self.arm, self.seed):
+                raise ValueError(f"it is of {record.arm}, seed {record.seed}")
+        return record
 
     def outcome(self) -> str:
         """First score of the finished run. Raises StudyError if its record cannot be read."""
@@ -143,13 +165,19 @@ class Run(processes.Run):
             before = state["options"]
         else:
             return
-        before = {"data_root": self.options.deciding["data_root"]} | before  # records of earlier versions lack it
-        old, new = ({flag_of(name): one[name] for name in one} for one in (before, self.options.deciding))
+        before = {
+            "data_root": self.options.deciding["data_root"],
+            "device": "cpu",
+        } | before  # earlier versions lack them
+        old, new = ({flag_of(name): options[name] for name in options} for options in (before, self.options.deciding))
         check_same(self.path, old, new, self.options.resume)
 
     def measure(self) -> None:
         """Train an arm, write the weights and the record."""
         torch.manual_seed(self.seed)
+        if self.on_gpu:
+            cudnn: Any = torch.backends.cudnn
+            cudnn.conv.fp32_precision = "ieee"  # TF32, the default, keeps 10 bits of the operands
         outcome = self.train(self)
         record = Record(
             arm=self.arm,
@@ -161,11 +189,41 @@ class Run(processes.Run):
             parameters=count_parameters(outcome.model),
             minutes=round(self.minutes, 2),
             peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            **provenance(1, "cpu"),
+            steps=self.how,
+            **provenance(1, self.options.device),
         )
         write_state(self.path.with_suffix(".pt"), outcome.model.state_dict())
         write_atomically(self.path, to_json(record))
         self.checkpoint.unlink(missing_ok=True)
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.options.device == "cuda")
+
+    @property
+    def fused(self) -> dict[str, Any]:
+        """Arguments of an optimiser that a graph may have."""
+        return {"fused": True, "capturable": True} if self.on_gpu else {}
+
+    def on_device(self, tree: Any) -> Any:
+        """The same tree with its tensors, drawn on the CPU for every device, on the run's."""
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self.options.device), tree)
+
+    def stepped(
+        self, step: Callable[[Any], Any], optimizer: torch.optim.Optimizer | None = None, obstacle: str = ""
+    ) -> Callable[[Any], Any]:
+        """Return `step`, for trees of the CPU: on a GPU one launch, without --eager and any `obstacle`.
+
+        optimizer: of the step, if it has one. StudyError if the step cannot be captured.
+        """
+        if not self.on_gpu:
+            return step
+        if self.options.eager or obstacle:
+            self.how = ", for ".join(filter(None, [EAGER, obstacle]))
+        else:
+            self.how, step = GRAPHED, graphed(step, optimizer, torch.device(self.options.device))
+        tqdm.write(f"{self}: training steps are {self.how}")
+        return lambda batch: step(self.on_device(batch))
 
     def steps(self, total: int, **kept: Any) -> Iterator[int]:
         """Yield the remaining steps, with a progress bar. A checkpoint saves the `kept` states after five
@@ -190,7 +248,10 @@ class Run(processes.Run):
         self.minutes += (time.monotonic() - saved) / 60
 
     def _save(self, step: int, kept: Mapping[str, Any]) -> None:
-        state = {name: one.state_dict() for name, one in kept.items()}
+        state = {
+            name: state_of(part) if isinstance(part, torch.optim.Optimizer) else part.state_dict()
+            for name, part in kept.items()
+        }
         state |= {"step": step, "minutes": self.minutes, "log": self.rows, "options": self.options.deciding}
         write_state(self.checkpoint, state)
 
@@ -202,12 +263,17 @@ class Run(processes.Run):
         return int(state["step"])
 
 
-def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
-    """Take a step of the optimiser; `clip` bounds the norm of the gradient."""
+def differentiate(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
+    """Compute the gradient for the optimiser; `clip` bounds its norm."""
     optimizer.zero_grad()
     loss.backward()
     if clip is not None:
-        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], clip)
+        nn.utils.clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], clip)
+
+
+def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
+    """Take a step of the optimiser along this gradient."""
+    differentiate(loss, optimizer, clip)
     optimizer.step()
 
 
@@ -243,7 +309,7 @@ def main(name: str, description: str | None, example: Example, argv: Sequence[st
             show(name, [record for run, record in records.items() if run not in unfit], figure, folder)
         return processes.tell_failed(script, failed | unfit)
 
-    return told(script, work, how_to_go_on("" if options.resume else " --resume"))
+    return run_main(script, work, resume_hint("" if options.resume else " --resume"))
 
 
 def table(records: Sequence[Record]) -> str:
@@ -269,7 +335,8 @@ def spread(values: Sequence[float]) -> str:
 def show(name: str, records: Sequence[Record], figure: bytes, folder: Path) -> None:
     """Write the figure and the table, and print the table."""
     last = max(records, key=lambda record: record.finished)
-    where = f"{last.machine.cpu}, a thread a run, torch {last.versions['torch']}"
+    machine = f"{last.machine.gpu}, steps {last.steps}" if last.machine.gpu else last.machine.cpu
+    where = f"{machine}, a thread a run, torch {last.versions['torch']}"
     text = f"{table(records)}\n\n{last.data}; {where}; commit {last.commit}, {last.finished}\n"
     write_atomically(folder / "table.md", text)
     write_atomically(folder / f"{name}.png", figure)

@@ -31,7 +31,7 @@ from torch.nn.utils import parametrize
 
 import deqfast
 
-from .frame import Example, Options, Outcome, Record, Run, descend
+from .frame import Example, Outcome, Record, Run, Training, descend
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute", "perceptron")
 LENGTHS, CLASSES, NOISE = (10, 20, 40, 60, 80, 100), 4, 0.01
@@ -42,7 +42,7 @@ REMEDY = "--data-root takes the graphs of Geom-GCN as .npz"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graphs(Options):
+class Graphs(Training):
     """Options of the model."""
 
     all_arms = ARMS
@@ -72,6 +72,7 @@ class Problem(NamedTuple):
     graph: Tensor  # (N,): the graph of each node
     masks: dict[str, Tensor]  # masks of nodes for training, validation and test
     chained: bool = False  # whether the graphs are chains
+    groups: deqfast.Groups | None = None  # of the nodes, made once
 
 
 class RowSums(nn.Module):
@@ -118,7 +119,9 @@ class Network(nn.Module):
         injected = dropout(torch.sparse.mm(problem.features, self.embed), self.drop, self.training)
         x, solution = (problem.adjacency, injected), None
         if self.arm == "deq":
-            z, solution = self.block(x, torch.zeros_like(injected), return_solution=True, groups=problem.graph)
+            z, solution = self.block(
+                x, torch.zeros_like(injected), return_solution=True, groups=problem.groups or problem.graph
+            )
         elif self.arm == "explicit-compute":
             z = torch.zeros_like(injected)
             for _ in range(self.layers):
@@ -164,9 +167,9 @@ def citations(options: Graphs, seed: int) -> Problem:
     names = ["x_indptr", "x_indices", "x_data", "x_shape", "y", "edges", *masks.values()]
     arrays = read_arrays(path, names, REMEDY)
     with reading(path, REMEDY):
-        part = {name: torch.from_numpy(one) for name, one in arrays.items()}
-        found = as_problem(options.data, part, {ours: part[name].bool() for ours, name in masks.items()})
-    return found
+        part = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        problem = as_problem(options.data, part, {ours: part[name].bool() for ours, name in masks.items()})
+    return problem
 
 
 def as_problem(name: str, part: dict[str, Tensor], masks: dict[str, Tensor]) -> Problem:
@@ -205,23 +208,32 @@ def train(run: Run) -> Outcome:
     """Train an arm on all graphs together, and measure the weights that are best in validation."""
     options: Graphs = run.options
     problem = load(options, run.seed)
-    model = Network(run.arm, options, problem.features.shape[1], int(problem.labels.max()) + 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, weight_decay=options.decay)
+    near = run.on_device(problem)
+    near, rows = near._replace(groups=deqfast.Groups(near.graph)), near.masks["train"].nonzero().flatten()
+    model = Network(run.arm, options, problem.features.shape[1], int(problem.labels.max()) + 1).to(options.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, weight_decay=options.decay, **run.fused)
     best = copy.deepcopy(model)
-    for step in run.steps(options.steps, model=model, best=best, optimizer=optimizer):
-        logits, solution = model.train()(problem)
-        loss = cross_entropy(logits[problem.masks["train"]], problem.labels[problem.masks["train"]])
+
+    def learn(labels: Tensor) -> tuple[Tensor, deqfast.Solution | None, deqfast.Solution | None]:
+        logits, solution = model(near)
+        loss = cross_entropy(logits[rows], labels)
         descend(loss, optimizer)
+        return loss.detach(), solution, model.block.backward_solution
+
+    learns = run.stepped(learn, optimizer)
+    for step in run.steps(options.steps, model=model, best=best, optimizer=optimizer):
+        model.train()
+        loss, solution, backward = learns(near.labels[rows])
         row: dict[str, float] = {"step": step, "loss": loss.item()}
-        if solution is not None and model.block.backward_solution is not None:
-            row |= {"evaluations": solution.evaluations, "backward": model.block.backward_solution.evaluations}
+        if solution is not None and backward is not None:
+            row |= {"evaluations": solution.evaluations, "backward": backward.evaluations}
         if step % 5 == 4 or step == options.steps - 1:
             with torch.no_grad():
-                row["valid"] = right(model.eval()(problem)[0], problem, "valid").mean().item()
+                row["valid"] = right(model.eval()(near)[0], near, "valid").mean().item()
             if row["valid"] >= max(before.get("valid", 0.0) for before in [row, *run.rows]):
                 best.load_state_dict(model.state_dict())
         run.rows.append(row)
-    return Outcome(best, problem.name.split(",")[0], *measured(best.eval(), problem, run.rows))
+    return Outcome(best, problem.name.split(",")[0], *measured(best.eval().cpu(), problem, run.rows))
 
 
 def right(logits: Tensor, problem: Problem, split: str) -> Tensor:
@@ -236,11 +248,11 @@ def right(logits: Tensor, problem: Problem, split: str) -> Tensor:
 def measured(model: Network, problem: Problem, log: list[dict[str, float]]) -> tuple[dict[str, float], dict[str, Any]]:
     """Return scores in % of the test nodes, for chains also by length."""
     logits, solution = model(problem)
-    found = right(logits, problem, "test")
-    scores = {"accuracy": 100 * float(found.mean())}
+    hits = right(logits, problem, "test")
+    scores = {"accuracy": 100 * float(hits.mean())}
     shown: dict[str, Any] = {"log": log}
     if problem.chained:
-        by_length = found.view(len(LENGTHS), -1).mean(dim=1)
+        by_length = hits.view(len(LENGTHS), -1).mean(dim=1)
         shown["by length"] = (100 * by_length).tolist()
         scores["of 100 nodes"] = 100 * float(by_length[-1])
     if solution is not None:
@@ -266,11 +278,11 @@ def draw(records: Sequence[Record]) -> Figure:
         shown = [record.shown for record in records if record.arm == arm]
         if shown:
             look = style.look(arm) | {"label": f"{arm}, {len(shown)} seeds"} | ({} if chained else {"marker": ""})
-            courses = [one["by length"] if chained else [row["loss"] for row in one["log"]] for one in shown]
+            courses = [run["by length"] if chained else [row["loss"] for row in run["log"]] for run in shown]
             steps = LENGTHS if chained else range(len(courses[0]))
             style.band(left, steps, courses, **look)
         if shown and arm == "deq":
-            used = [one["iterations"] if chained else [row["evaluations"] for row in one["log"]] for one in shown]
+            used = [run["iterations"] if chained else [row["evaluations"] for row in run["log"]] for run in shown]
             style.band(right, steps, used, **look)
     left.set(xlabel=across, ylabel=upwards)
     right.set(xlabel=across, ylabel="evaluations of the DEQ")

@@ -31,7 +31,7 @@ from torch.nn.functional import mse_loss
 
 import deqfast
 
-from .frame import Example, Options, Outcome, Record, Run, descend
+from .frame import Example, Outcome, Record, Run, Training, descend
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
 FOLDERS = {"train": "Train400", "restored": "Set12", "denoised": "BSD68"}
@@ -40,7 +40,7 @@ STEPS_OF_TWIN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restoration(Options):
+class Restoration(Training):
     """Options of the model."""
 
     all_arms = ARMS
@@ -119,7 +119,8 @@ class Restorer(nn.Module):
         self.step = Step(Denoiser(options.width, options.depth))
         self.steps = {"explicit-parameters": 1, "explicit-compute": STEPS_OF_TWIN}.get(arm, 0)
         solver = deqfast.Anderson(rtol=options.tol, max_iter=40, history_size=5)
-        self.block = deqfast.DEQBlock(self.step, solver, adjoint="jfb", warn=False, trace=True)
+        rows = Measurement(True, True, True)  # type: ignore[arg-type]  # each tensor has a row per image
+        self.block = deqfast.DEQBlock(self.step, solver, "jfb", warn=False, trace=True, per_sample=rows)
 
     def forward(self, known: Measurement) -> tuple[Tensor, deqfast.Solution | None]:
         """Return restored images, and for the equilibrium the Solution."""
@@ -154,25 +155,25 @@ def load(options: Restoration) -> tuple[str, dict[str, list[Tensor]]]:
         name = ", ".join(f"{FOLDERS[use]} ({len(images)})" for use, images in data.items())
     else:
         photographs = [
-            torch.from_numpy(one.mean(axis=2, dtype=np.float32)) / 255 for one in load_sample_images().images
+            torch.from_numpy(image.mean(axis=2, dtype=np.float32)) / 255 for image in load_sample_images().images
         ]
-        held_out = [one[-192:, -192:] for one in photographs]
-        data = {"train": [one[:, :-192] for one in photographs], "restored": held_out, "denoised": held_out}
+        held_out = [image[-192:, -192:] for image in photographs]
+        data = {"train": [image[:, :-192] for image in photographs], "restored": held_out, "denoised": held_out}
         name = "scikit-learn's two photographs"
-    if (least := min(min(one.shape) for one in data["train"])) < options.patch:
+    if (least := min(min(image.shape) for image in data["train"])) < options.patch:
         raise StudyError(f"--patch {options.patch}: at most {least}, the least side of a training image")
     return name, data
 
 
 def patches(images: Sequence[Tensor], options: Restoration) -> Tensor:
     """(B, 1, P, P): random patches, turned and mirrored at random."""
-    size, found = options.patch, []
+    size, chosen = options.patch, []
     for index in torch.randint(len(images), (options.batch,)).tolist():
         rows, columns = (int(torch.randint(side - size + 1, ())) for side in images[index].shape)
         patch = images[index][rows : rows + size, columns : columns + size]
         turns, mirrored = torch.randint(4, ()).item(), torch.randint(2, ()).item()
-        found.append(torch.rot90(patch.flip(0) if mirrored else patch, int(turns)))
-    return torch.stack(found)[:, None]
+        chosen.append(torch.rot90(patch.flip(0) if mirrored else patch, int(turns)))
+    return torch.stack(chosen)[:, None]
 
 
 def psnr(x: Tensor, truth: Tensor) -> float:
@@ -180,27 +181,38 @@ def psnr(x: Tensor, truth: Tensor) -> float:
     return -10 * math.log10(float((x.clamp(0, 1) - truth).square().mean()))
 
 
+def trained(run: Run) -> tuple[Restorer, torch.optim.Optimizer, Callable[[Any], Any]]:
+    """The model of an arm, its optimiser, and its step: from (what is given, images) to loss and Solution."""
+    model = Restorer(run.arm, run.options).to(run.options.device)
+    optimizer = torch.optim.Adam(model.parameters(), **run.fused)
+
+    def learn(batch: tuple[Measurement | Tensor, Tensor]) -> tuple[Tensor, deqfast.Solution | None]:
+        given, clean = batch
+        output, solution = model(given) if isinstance(given, Measurement) else (model.step.denoiser(given), None)
+        loss = mse_loss(output, clean)
+        descend(loss, optimizer, clip=0.1)
+        return loss.detach(), solution
+
+    return model, optimizer, run.stepped(learn, optimizer)
+
+
 def train(run: Run) -> Outcome:
     """Train the denoiser, then an arm around it, and measure it."""
     options: Restoration = run.options
     name, data = load(options)
-    model = Restorer(run.arm, options)
-    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer, learn = trained(run)
     for step in run.steps(options.pretraining + options.steps, model=model, optimizer=optimizer):
         restoring = step >= options.pretraining
         part, whole = (step - options.pretraining, options.steps) if restoring else (step, options.pretraining)
         optimizer.param_groups[0]["lr"] = options.lr * (0.5 + 0.5 * math.cos(math.pi * part / whole))
         clean = patches(data["train"], options)
-        if restoring:
-            output, solution = model(measure(options.task, clean))
-            run.rows += [{"evaluations": float(solution.iterations.float().mean())}] if solution else []
-        else:
-            output = model.step.denoiser(clean + DENOISED * torch.randn_like(clean))
+        given = measure(options.task, clean) if restoring else clean + DENOISED * torch.randn_like(clean)
         if step == options.pretraining - 1:
-            run.rows.append({"step": step, "denoised": denoised(model.step.denoiser, data["denoised"])})
-        loss = mse_loss(output, clean)
-        descend(loss, optimizer, clip=0.1)
-    scores, shown = evaluate(model.eval(), data["restored"], options)
+            noisy = denoised(lambda x: model.step.denoiser(run.on_device(x)).cpu(), data["denoised"])
+            run.rows.append({"step": step, "denoised": noisy})
+        _, solution = learn((given, clean))
+        run.rows += [{"evaluations": float(solution.iterations.float().mean())}] if solution else []
+    scores, shown = evaluate(model.eval().cpu(), data["restored"], options)
     first, *solves = run.rows
     scores = {"PSNR": scores.pop("PSNR"), "denoising PSNR": first["denoised"], **scores}
     if solves:
@@ -209,11 +221,11 @@ def train(run: Run) -> Outcome:
 
 
 @torch.no_grad()
-def denoised(denoiser: nn.Module, images: Sequence[Tensor]) -> float:
+def denoised(denoiser: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> float:
     """Mean PSNR over whole images at sigma = 25, with one draw of the noise."""
     generator = torch.Generator().manual_seed(0)
-    noisy = [one + DENOISED * torch.randn(one.shape, generator=generator) for one in images]
-    return fmean(psnr(denoiser(x[None, None])[0, 0], one) for x, one in zip(noisy, images, strict=True))
+    noisy = [image + DENOISED * torch.randn(image.shape, generator=generator) for image in images]
+    return fmean(psnr(denoiser(x[None, None])[0, 0], image) for x, image in zip(noisy, images, strict=True))
 
 
 @torch.no_grad()
@@ -276,13 +288,15 @@ def deepinv_model(step: Step, known: Measurement, options: Restoration) -> tuple
 
 def draw(records: Sequence[Record]) -> Figure:
     """A part of an image by every arm, and the residuals of the solves."""
-    first = {arm: next(one for one in records if one.arm == arm) for arm in dict.fromkeys(one.arm for one in records)}
-    any_one = next(iter(first.values())).shown
+    first: dict[str, Record] = {}
+    for record in records:
+        first.setdefault(record.arm, record)
+    parts = next(iter(first.values())).shown
     figure = style.page(4.4)
     above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
-    pictures = {"measured": any_one["measured"]}
+    pictures = {"measured": parts["measured"]}
     pictures |= {f"{arm}\n{record.shown['psnr'][0]:.2f} dB": record.shown["restored"] for arm, record in first.items()}
-    pictures["truth"] = any_one["truth"]
+    pictures["truth"] = parts["truth"]
     for axis, (title, picture) in zip(above.subplots(1, len(pictures)), pictures.items(), strict=True):
         axis.imshow(picture, cmap="gray", vmin=0, vmax=255)
         axis.set_title(title)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .frame import Example, Options, Outcome, Run, descend
+from .frame import Example, Outcome, Run, Training, differentiate
 from .sudoku_figure import animation, draw, film
 from .sudoku_puzzles import BOXES, FEWEST, encode, generate, read_folder, tensors
 
@@ -45,7 +45,7 @@ State = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sudoku(Options):
+class Sudoku(Training):
     """Options of the model."""
 
     all_arms: ClassVar[tuple[str, ...]] = ARMS
@@ -120,10 +120,10 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
-    def states(self, x: Tensor) -> list[State]:
+    def states(self, x: Tensor, start: State | None = None) -> list[State]:
         """States half-way and at the end."""
         blocks: list[Any] = [*self.blocks]
-        states = [blocks[0].start(x)]
+        states = [blocks[0].start(x) if start is None else start]
         for depth in range(DEPTH):
             states.append(blocks[depth % len(blocks)](states[-1], x))
         return [states[DEPTH // 2], states[DEPTH]]
@@ -137,17 +137,21 @@ class Equilibrium(deqfast.DEQBlock):
     def __init__(self, block: Block, evaluations: int):
         training, evaluation = (deqfast.Picard(1e-3, most, relaxation=DAMPING) for most in (SOLVE, evaluations))
         adjoint = deqfast.Phantom(PHANTOM, 1.0)
-        options: dict[str, Any] = {"eval_solver": evaluation, "drop_converged": True, "stop_fn": self.ends}
+        options: dict[str, Any] = {"eval_solver": evaluation, "drop_converged": True}
         super().__init__(block, training, adjoint, init=block.start, warn=False, **options)
 
-    def ends(self, state: State, value: State, k: int) -> Tensor:
-        """Mask of a test's last evaluation: a solve that does not converge then gives its last state, not the best
-        one."""
-        return torch.full((len(state[0]),), not self.training and k == self.current_solver.max_iter)
+    def train(self, mode: bool = True) -> Equilibrium:
+        self.stop_fn = None if mode else self.ends  # a graph cannot ask it
+        return super().train(mode)
 
-    def states(self, x: Tensor) -> list[State]:
+    def ends(self, state: State, value: State, k: int) -> Tensor:
+        """Mask of the last evaluation of a test: a solve that does not converge then gives its last state, not the best
+        one."""
+        return torch.full((len(state[0]),), k == self.current_solver.max_iter)
+
+    def states(self, x: Tensor, start: State | None = None) -> list[State]:
         """The state after two evaluations and the fixed point, each with the phantom gradient of steps from there."""
-        return self.trajectory(x, at=[3])
+        return self.trajectory(x, at=[3], z0=start)
 
 
 def drawn(clues: Tensor, digits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -169,17 +173,25 @@ def train(run: Run) -> Outcome:
     torch.manual_seed(run.seed)
     blocks = [Block(size, options.width) for _ in range(DEPTH if run.arm == "explicit-compute" else 1)]
     model = Equilibrium(blocks[0], options.evaluations) if run.arm == "deq" else Stack(blocks)
-    optimizer = torch.optim.AdamW(model.parameters(), options.lr)
+    optimizer = torch.optim.AdamW(model.to(options.device).parameters(), options.lr, **run.fused)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.steps, pct_start=0.1)
+
+    def learn(batch: tuple[Tensor, Tensor, State]) -> Tensor:
+        x, target, start = batch
+        loss = torch.stack([loss_of(y, target) for y, _ in model.states(x, start)]).mean()
+        differentiate(loss, optimizer, clip=1.0)
+        return loss.detach()
+
+    learns = run.stepped(learn)
     for step in run.steps(options.steps, model=model, optimizer=optimizer, schedule=schedule):
         x, target = drawn(clues, digits, options.batch_size)
-        loss = torch.stack([loss_of(y, target) for y, _ in model.states(x)]).mean()
-        descend(loss, optimizer, clip=1.0)
+        loss = learns((x, target, blocks[0].start(x)))
+        optimizer.step()  # outside of a graph, which would repeat the betas that the schedule sets
         schedule.step()
         if step % 10 == 0:
             run.rows.append({"step": step, "loss": loss.item()})
     with torch.no_grad():
-        return evaluate(model, run)
+        return evaluate(model.cpu(), run)
 
 
 def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
@@ -210,7 +222,7 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
         chosen, hardest = least[-1], (iterations.mean(1) * boards.any(1)).argmax()
         shown = {
             "curve": along(solver, x, digits),
-            "starts": [[percent(boards[:, :k].any(1)), percent(one)] for k, one in enumerate(least, 1)],
+            "starts": [[percent(boards[:, :k].any(1)), percent(best)] for k, best in enumerate(least, 1)],
             "answered": answered(residual.flatten(), boards.flatten()),
             "film": film(solver, x[hardest], clues[hardest], digits[hardest]),
         }

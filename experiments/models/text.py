@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import deqfast
 
-from .frame import Example, Options, Outcome, Record, Run, descend
+from .frame import Example, Outcome, Record, Run, Training, descend
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
 BLOCKS_OF_TWIN, WRITTEN = 3, 200
@@ -40,7 +40,7 @@ GAIN = 2.0  # of x relative to z, whose entries have size 1: the block is a cont
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Options):
+class Text(Training):
     """Options of the model."""
 
     all_arms = ARMS
@@ -100,7 +100,7 @@ def load(options: Text) -> Corpus:
         raise StudyError(f"--data-root {options.data_root}: {len(text)} characters; at least {least}, 20 sequences")
     characters = "".join(sorted(set(text)))
     cuts = [len(text) * 18 // 20, len(text) * 19 // 20]
-    parts = torch.tensor([characters.index(one) for one in text]).tensor_split(cuts)
+    parts = torch.tensor([characters.index(character) for character in text]).tensor_split(cuts)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return Corpus(f"{source} ({len(text):,} characters, sha256 {digest})", characters, *parts)
 
@@ -108,7 +108,8 @@ def load(options: Text) -> Corpus:
 def rotated(x: Tensor) -> Tensor:
     """Queries or keys (B, H, T, D) with their positions (Su et al., 2021): pairs of features turned by angles."""
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[-2])[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+    place, pair = (torch.arange(count, device=x.device) for count in (x.shape[-2], half))
+    angle = place[:, None] * 10_000.0 ** (-pair / half)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1)
 
@@ -159,7 +160,7 @@ class Language(nn.Module):
         if not blocks:
             cell, solver = Cell(width, options.heads), deqfast.Anderson(options.tol, options.max_iter)
             eval_solver = deqfast.Anderson(options.eval_tol, max_iter=40)
-            ordered: dict[str, Any] = {"causal": True} if options.causal else {"drop_converged": True}
+            ordered: dict[str, Any] = {"causal": True} if options.causal else {"drop_converged": options.drops}
             self.equilibrium = deqfast.DEQBlock(cell, solver, "jfb", eval_solver=eval_solver, warn=False, **ordered)
         self.readout = nn.Linear(width, characters, bias=False)
         for name, weight in self.named_parameters():  # drawn as nanoGPT does
@@ -178,19 +179,27 @@ def train(run: Run) -> Outcome:
     """Train an arm by nanoGPT's recipe, and measure it."""
     options: Text = run.options
     corpus = load(options)
-    model = Language(run.arm, options, len(corpus.characters))
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
-    for step in run.steps(options.steps, model=model, optimizer=optimizer):
-        optimizer.param_groups[0]["lr"] = options.rate(step)
-        sequences = options.sequences(corpus.train)
-        logits, solution = model.train()(sequences[:, :-1])
+    model = Language(run.arm, options, len(corpus.characters)).to(options.device)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1, **run.fused)
+
+    def learn(sequences: Tensor) -> tuple[Tensor, deqfast.Solution | None]:
+        logits, solution = model(sequences[:, :-1])
         loss = cross_entropy(logits.mT, sequences[:, 1:])
         descend(loss, optimizer, clip=1.0)
+        return loss.detach(), solution
+
+    learns = run.stepped(learn, optimizer, "--causal" if options.causal and model.equilibrium else "")
+    for step in run.steps(options.steps, model=model, optimizer=optimizer):
+        optimizer.param_groups[0]["lr"] = options.rate(step)
+        model.train()
+        loss, solution = learns(options.sequences(corpus.train))
         run.rows.append({"loss": loss.item()} | ({"evaluations": solution.evaluations} if solution else {}))
         if (step + 1) % max(1, options.steps // 20) == 0 or step + 1 == options.steps:
             part = corpus.validation[: 100 * options.context + 1]
-            run.rows[-1]["validation"] = evaluate(model.eval(), part, options.context)["loss"]
-    validation, test = (evaluate(model.eval(), part, options.context) for part in (corpus.validation, corpus.test))
+            run.rows[-1]["validation"] = evaluate(model.eval(), run.on_device(part), options.context)["loss"]
+    validation, test = (
+        evaluate(model.eval().cpu(), part, options.context) for part in (corpus.validation, corpus.test)
+    )
     scores = {"loss, validation": validation.pop("loss"), "loss, test": test["loss"]} | validation
     shown: dict[str, Any] = {name: [row.get(name) for row in run.rows] for name in run.rows[-1]}
     if model.equilibrium is not None:
@@ -223,7 +232,7 @@ def look_inside(model: Language, corpus: Corpus, options: Text) -> tuple[dict[st
     shown = {
         "residuals": residuals(model, indices[:1])[0].tolist(),
         "passage": "".join(corpus.characters[i] for i in indices[0].tolist()),
-        "needed": {c: float(found.mean()) for c, found in means.items() if len(found) >= 50},
+        "needed": {c: float(counts.mean()) for c, counts in means.items() if len(counts) >= 50},
     }
     return {"writing, cold": cold, "writing, warm": warm}, shown
 
@@ -300,7 +309,7 @@ def draw_passage(axis: Axes, passage: str, residuals: Sequence[Sequence[float]])
         aspect="auto",
         extent=(-0.5, len(passage) - 0.5, count + 0.5, 0.5),
     )
-    axis.set_xticks(range(len(passage)), [SIGNS.get(one, one) for one in passage])
+    axis.set_xticks(range(len(passage)), [SIGNS.get(character, character) for character in passage])
     axis.set(ylabel="evaluation", title="residual of every character of a validation passage")
     style.bare(axis)
     axis.figure.colorbar(picture, ax=axis, label="log10, relative")
@@ -310,7 +319,7 @@ def draw_needed(axis: Axes, needed: dict[str, float]) -> None:
     """Draw one dot per character of the alphabet."""
     names = sorted(needed, key=lambda name: needed[name])
     axis.plot(range(len(names)), [needed[name] for name in names], ls="", **style.look("deq"))
-    axis.set_xticks(range(len(names)), [SIGNS.get(one, one) for one in names])
+    axis.set_xticks(range(len(names)), [SIGNS.get(name, name) for name in names])
     axis.set(ylabel="evaluations", title="until the residual of a character is at most 1e-2, means by character")
 
 

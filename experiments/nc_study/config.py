@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from runs.arguments import Parser
-from runs.options import Checked, SettingsError, add_options, option
+from runs.options import Checked, Parser, SettingsError, add_options, option
 from runs.provenance import multiplies_bf16
+from runs.steps import DEVICES, chosen_device, eager_option
 
 from .shapes import DRAWING
 
@@ -174,9 +174,9 @@ class Experiment(Checked):
 
     device: str = option(
         "machine",
-        "where to train; several GPUs: torchrun --nproc-per-node N in place of python",
+        "where to train",
         "auto",
-        choices=("auto", "cpu", "cuda"),
+        choices=DEVICES,
     )
     precision: str = option(
         "machine",
@@ -184,7 +184,6 @@ class Experiment(Checked):
         choices=("auto", "fp32", "bf16"),
     )
     tf32: bool = option("machine", "on a GPU, round operands of the last block's convolutions to TF32", False)
-    compile: bool = option("machine", "torch.compile everything except the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,7 +243,7 @@ class Settings(Experiment):
     """Experiment with the options that may change on resuming: folders and threads."""
 
     data_root: str = option("data", "folder of the CIFAR files, also for downloads", "data", metavar="DIR")
-    eager: bool = option("machine", "on a GPU, do not make one launch (a CUDA graph) of each training step", False)
+    eager: bool = eager_option()
     threads: int = option("machine", "CPU threads; 0: PyTorch's default", 0, minimum=0)
     out: str = option("machine", "parent of the runs' folders", "runs", metavar="DIR")
     resume: bool = option("machine", "continue the run of these settings where it stopped", False)
@@ -268,12 +267,7 @@ def arm_options(arm: str) -> dict[str, Any]:
 def settings_from(study: str, **given: Any) -> Settings:
     """Complete settings: the given values, then the preset's, then the defaults. No device, preset or precision is
     `auto` any more."""
-    gpu = torch.cuda.is_available()
-    device, preset = given.get("device", "auto"), given.get("preset", "auto")
-    if device == "cuda" and not gpu:
-        raise SettingsError("--device cuda: PyTorch sees no GPU here")
-    if device == "auto":
-        device = "cuda" if gpu else "cpu"
+    device, preset = chosen_device(given.get("device", "auto")), given.get("preset", "auto")
     if preset == "auto":
         preset = "paper" if device == "cuda" else "quick"
     classes = CLASSES.get(given.get("dataset", "auto"), 10)

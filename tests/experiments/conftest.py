@@ -1,7 +1,5 @@
 """Fixtures of the studies: tiny runs inside this process, and made-up results."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -109,9 +107,3 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return Done()
 
     monkeypatch.setattr(Job, "start", start)
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")

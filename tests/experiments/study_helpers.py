@@ -1,7 +1,5 @@
 """Helpers of the studies' tests: a tiny run, made-up epochs and results."""
 
-from __future__ import annotations
-
 import errno
 import os
 import runpy
@@ -58,23 +56,17 @@ runpy.run_path({str(EXPERIMENTS / "cifar_lt.py")!r}, run_name="__main__")
 
 def environment() -> dict[str, str]:
     """Environment of a user on a machine without GPU and network, with the studies and these helpers importable."""
-    found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") | {"OMP_NUM_THREADS": "1"}
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    given |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") | {"OMP_NUM_THREADS": "1"}
     folders = EXPERIMENTS, EXPERIMENTS.with_name("benchmarks"), HERE, Path(deqfast.__file__).parents[1]
-    found["PYTHONPATH"] = os.pathsep.join(map(str, folders))
-    return found
+    return given | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
     """Run Python in that `environment`; `given`: cwd, more of the environment."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment() | given.pop("environment", {}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **given,
-    )
+    more = environment() | given.pop("environment", {})
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=more, capture_output=True, text=True, timeout=300, **given)
 
 
 def run_script(name: str, *arguments: str) -> Any:
@@ -101,11 +93,11 @@ def float64() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def assert_same(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
+def assert_same(ours: Any, theirs: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
     """Nested dicts, lists and tensors agree: in every bit, or within rtol and atol."""
-    (ours, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
+    (left, shape), (right, other_shape) = tree_flatten(ours), tree_flatten(theirs)
     assert shape == other_shape
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(left, right, strict=True):
         if isinstance(a, (float, torch.Tensor)):
             torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
         else:
@@ -130,19 +122,17 @@ SOLVER = SolverSummary(11.0, 5e-4, 0.9, max_iter=2, nonfinite=0, stalled=0, skip
 
 def made_up_epoch(number: int, settings: Settings, shift: float = 1.0) -> Epoch:
     """A made-up epoch; a DEQ's accuracies are higher by `shift`, its NC2 and NC3 lower by `shift` / 10."""
-    deq = settings.model == "deq"
+    deq, split = settings.model == "deq", settings.majority is not None
     gain = shift if deq else 0.0
-    split = settings.majority is not None
     collapse = {"nc1": 3 / number, "nc2": 1.0 - gain / 10, "nc3": 0.9 - gain / 10, "nc4": 0.5}
     collapse |= {"nc2_centered": 1.0 - gain / 10, "nc3_centered": 0.8}
+    accuracies = {
+        "overall": 40 + settings.seed + number / 10 + gain,
+        "majority": 80.0 + gain if split else None,
+        "minority": 20 + settings.seed / 10 + gain if split else None,
+    }
     return Epoch(
-        epoch=number,
-        lr=0.1,
-        loss=1.0,
-        train_accuracy=50.0,
-        overall=40 + settings.seed + number / 10 + gain,
-        majority=80.0 + gain if split else None,
-        minority=20 + settings.seed / 10 + gain if split else None,
+        **{"epoch": number, "lr": 0.1, "loss": 1.0, "train_accuracy": 50.0, **accuracies},
         train_solver=SOLVER if deq else None,
         nc=collapse if number % 2 == 0 else None,
         seconds=Seconds(train=1.0, test=0.25, metrics=0.5),

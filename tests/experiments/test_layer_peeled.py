@@ -1,7 +1,5 @@
 """The layer-peeled study compared with closed forms, its verdicts, and a small run from end to end."""
 
-from __future__ import annotations
-
 import json
 import math
 from decimal import Decimal, localcontext

@@ -1,7 +1,5 @@
 """Runs in processes of their own: some fail, some are killed, and an interrupt ends all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,7 +13,7 @@ from runs import files
 from runs.files import locked
 from runs.options import StudyError
 from runs.processes import Run, made, run_all, tell_failed
-from runs.script import CLOSED_PIPE, told
+from runs.script import CLOSED_PIPE, run_main
 from study_helpers import environment, python
 
 
@@ -76,7 +74,27 @@ def test_an_interrupt_ends_all_runs(tmp_path, monkeypatch):
     assert [child.poll() for child in children] == [-signal.SIGTERM] * 2
 
 
-SLOW = str(Path(__file__).with_name("slow_runs.py"))
+class Slow(Run):
+    """A run that notes its processes, and lasts until there is a file "go" in its folder."""
+
+    def measure(self):
+        with open(self.path.with_suffix(".begun"), "a") as file:
+            file.write(f"{os.getpid()}\n")
+        while not (self.path.parent / "go").exists():
+            time.sleep(0.05)
+        with open(self.path, "a") as file:
+            file.write("done\n")
+
+    outcome = Writing.outcome
+
+
+def slow_script(folder):
+    """What the script SLOW does: runs a and b in this folder."""
+    runs = [Slow(Path(folder) / f"{name}.json") for name in "ab"]
+    return run_main("slow.py", lambda: tell_failed("slow.py", run_all(runs, 2)), "")
+
+
+SLOW = "import sys, test_runs_processes; sys.exit(test_runs_processes.slow_script(sys.argv[1]))"
 
 
 def wait_for(condition, *arguments):
@@ -105,7 +123,7 @@ def begun(folder, name):
 @pytest.mark.tier("full")
 def test_workers_end_with_their_parent_and_no_run_has_two(tmp_path):
     """The parent is killed, and a worker that is stopped outlives it: only the other run is done again."""
-    arguments = SLOW, str(tmp_path), "a", "b"
+    arguments = "-c", SLOW, str(tmp_path)
     parent = subprocess.Popen([sys.executable, *arguments], env=environment(), stdout=subprocess.DEVNULL)
     a, b = (wait_for(begun, tmp_path, name)[0] for name in "ab")
     os.kill(b, signal.SIGSTOP)
@@ -140,13 +158,13 @@ def test_output_that_cannot_be_written_ends_a_script_without_a_traceback(kind, s
         write = os.open("/dev/full", os.O_WRONLY)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115  # closed below
-        assert told("it.py", lambda: print("line\n" * lines), "") == status
+        assert run_main("it.py", lambda: print("line\n" * lines), "") == status
         sys.stdout.close()  # what Python does at its end, without an error
     error = "it.py: error: cannot print (No space left on device)\n"
     assert capsys.readouterr().err == (error if kind == "full disk" else "")
 
 
-def test_writers_of_one_file_do_not_meet_and_leave_nothing(tmp_path):
+def test_writers_of_the_same_file_do_not_meet_and_leave_nothing(tmp_path):
     path, rounds = tmp_path / "one.json", 50
     contents = [bytes([letter]) * 10_000 for letter in b"abcd"]
 

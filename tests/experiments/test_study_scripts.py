@@ -1,12 +1,11 @@
 """The scripts from command line to last line: fresh, killed, interrupted, resumed, and with errors."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
 import signal
 from contextlib import redirect_stdout
+from itertools import count
 
 import pytest
 import torch
@@ -26,16 +25,18 @@ RUNS = [folder_of(), folder_of(model="deq")]  # the DEQ that is trained by defau
 def outcome(out):
     """Everything of finished runs that must not depend on their course: weights, moments, and lines without their
     times."""
-    states = {name: torch.load(out / name / "last.ckpt", weights_only=True) for name in RUNS}
-    moments = [read_arrays(out / name / "moments.npz") for name in RUNS]
-    lines = {}
+    runs = {}
     for name in RUNS:
-        logged = (out / name / "epochs.jsonl").read_text().splitlines()
-        lines[name] = [json.loads(line) | {"seconds": None} for line in logged]
-        kept, last = torch.load(out / name / "weights.ckpt", weights_only=True), states[name]["network"]
+        state = torch.load(out / name / "last.ckpt", weights_only=True)
+        lines = [
+            json.loads(line) | {"seconds": None} for line in (out / name / "epochs.jsonl").read_text().splitlines()
+        ]
+        moments = {key: torch.from_numpy(value) for key, value in read_arrays(out / name / "moments.npz").items()}
+        kept, last = torch.load(out / name / "weights.ckpt", weights_only=True), state["network"]
         assert kept.keys() == last.keys() and all((kept[key] == last[key].to(kept[key].dtype)).all() for key in kept)
-        assert {one.dtype for key, one in kept.items() if key.endswith("weight")} == {torch.bfloat16}
-    return states, lines, [{name: torch.from_numpy(one) for name, one in saved.items()} for saved in moments]
+        assert {kept[key].dtype for key in kept if key.endswith("weight")} == {torch.bfloat16}
+        runs[name] = state, lines, moments
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.delenv("TRITON_INTERPRET", raising=False)  # as a user has it
-        assert main("cifar_lt", None, [*TINY, "--out", str(out), "--kernel", "triton"]) == 0
+        assert main("cifar_lt", None, [*TINY, "--out", str(out)]) == 0
     return out, printed.getvalue()
 
 
@@ -54,25 +55,16 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     explicit, result = (RunDirectory(out / name).result for name in RUNS)
     assert result.train_images_per_class == (30,) * 3 + (3,) * 7
     assert (explicit.arm, result.arm) == ("explicit", "deq-implicit") and explicit.network.solver is None
-    assert result.network.solver.iterations > 1 and "test_converged" not in explicit.network.curves
     curves = result.network.curves
+    assert result.network.solver.iterations > 1 and "test_converged" not in explicit.network.curves
     assert all(0 <= curves[f"{part}_converged"][-1] <= 1 and curves["epoch"][-1] == 3 for part in ("test", "nc"))
     assert result.network.cost.evaluations == curves["test_iterations"][-1] > explicit.network.cost.evaluations == 1
-    assert "with the final weights" in printed and "of the training images converged" in printed
-    kernel = result.kernel
-    if not torch.cuda.is_available():
-        assert f"kernel: {kernel.used}, for kernel='triton' is not available: no CUDA device" in printed
-        assert kernel.requested == "triton" and "no CUDA device" in kernel.reason
-    assert any(line.startswith("data: shapes") for line in lines)
-    assert sum(line.startswith(("explicit   ", "deq-implicit ")) for line in lines) == 6
+    assert f"kernel: {result.kernel.used}" in lines and result.kernel.requested == "auto"
     assert "not comparable with the paper: shapes, not CIFAR" in printed
-    paths = [out / name for name in RUNS]
-    assert lines[-4:-2] == [f"results: {path / 'result.json'}" for path in paths]
-    assert lines[-2] == f"figure:  {paths[1] / 'figure.png'}"
+    assert lines[-4:-2] == [f"results: {out / name / 'result.json'}" for name in RUNS]
+    assert (out / RUNS[1] / "figure.png").read_bytes().startswith(b"\x89PNG")
     apart = result.network.quantity("overall") - explicit.network.quantity("overall")
     assert lines[-1].startswith(f"The DEQ's overall accuracy is {apart:+.2f} points from")
-    assert lines[-1].endswith("one run cannot decide which is better.")
-    assert (paths[1] / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_cell_of_a_finished_run_is_a_problem_of_the_benchmarks(whole, tmp_path):
@@ -106,18 +98,17 @@ def test_kill_9_and_resume_end_in_the_same_bits(whole, study, tmp_path):
 def signal_at_step(monkeypatch, number):
     """Raise a signal in the middle of the second epoch from now on."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-    step, left = Trainer.train_step, [12]
+    step, steps = Trainer.train_step, count(1)
 
     def train_step(self, *arguments):
-        left[0] -= 1
-        if left[0] == 0:
+        if next(steps) == 12:
             signal.raise_signal(number)
         return step(self, *arguments)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
-def test_what_ends_a_run_early_is_told_in_a_line_and_resume_goes_on(study, whole, tmp_path, monkeypatch):
+def test_what_ends_a_run_early_is_named_in_a_line_and_resume_goes_on(study, whole, tmp_path, monkeypatch):
     """A run is interrupted, resumed and terminated, and resumed until the disk is full."""
     for number, given in ((signal.SIGINT, ()), (signal.SIGTERM, ("--resume",))):
         with monkeypatch.context() as patch:

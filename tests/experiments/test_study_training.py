@@ -1,7 +1,5 @@
 """Training: the skip rule, the learning rate, and the contents of an epoch's line."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

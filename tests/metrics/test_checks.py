@@ -1,7 +1,5 @@
 """Errors for bad arguments of the metrics name the argument, its value and what is allowed."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

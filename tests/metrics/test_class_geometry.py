@@ -1,7 +1,5 @@
 """Geometry of classes under imbalance: closed forms, optima found numerically, and refused arguments."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

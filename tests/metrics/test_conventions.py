@@ -1,7 +1,5 @@
 """The conventions of four papers on closed forms, NC1 of each class, and a classifier with a bias."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

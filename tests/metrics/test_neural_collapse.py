@@ -1,7 +1,5 @@
 """NC1-NC4 against their definitions, D x D matrices in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -18,9 +16,11 @@ from collapse_samples import (
     naive_simplex,
     rtol_on,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from deqfast import NeuralCollapse, neural_collapse
+from deqfast.metrics.statistics import ClassMeans, between_classes, svd_device
 from deqfast.ops.collapse import reference
 
 
@@ -149,15 +149,15 @@ def numbers_of(result):
 @pytest.mark.parametrize("kernel", ["torch", "cpp"])
 @pytest.mark.parametrize("convention", ["sun", "papyan", "zhu", "kothapalli"])
 @pytest.mark.parametrize(
-    ("size", "of_weight"), [(1e160, 1), (1e300, 1), (1e-160, 1), (1e-290, 1), (1, 1e200), (1, 1e-200), (1e120, 1e170)]
+    ("size", "weight_size"), [(1e160, 1), (1e300, 1), (1e-160, 1), (1e-290, 1), (1, 1e200), (1, 1e-200), (1e120, 1e170)]
 )
-def test_no_square_of_a_float64_overflows_or_underflows(size, of_weight, convention, kernel):
+def test_no_square_of_a_float64_overflows_or_underflows(size, weight_size, convention, kernel):
     """No metric but the norm of the logits depends on these factors, and the bias has both."""
     features, labels, weight = make_samples(200, 12, 5, dtype=torch.float64)
-    bias, factor = torch.randn(5, dtype=torch.float64), size * of_weight
+    bias, factor = torch.randn(5, dtype=torch.float64), size * weight_size
     options = {"convention": convention, "kernel": kernel, "geometry": True, "per_class": True}
     expected = neural_collapse(features, labels, weight, classifier_bias=bias, **options)
-    result = neural_collapse(features * size, labels, weight * of_weight, classifier_bias=bias * factor, **options)
+    result = neural_collapse(features * size, labels, weight * weight_size, classifier_bias=bias * factor, **options)
     if convention == "zhu":
         result = result._replace(nc4=result.nc4 / factor)
     torch.testing.assert_close(numbers_of(result), numbers_of(expected), rtol=1e-9, atol=1e-9, equal_nan=True)
@@ -167,3 +167,16 @@ def test_streaming_refuses_squares_that_overflow():
     metric = NeuralCollapse(2, streaming=True, num_features=3)
     with pytest.raises(ValueError, match="squares overflow float64"):
         metric.update(1e200 * torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2)
+
+
+def test_small_matrices_are_decomposed_on_the_host():
+    """What comes back is on the GPU."""
+    gpu, host = torch.device("cuda"), torch.device("cpu")
+    for shape, place in (((10, 512), host), ((512, 10), host), ((100, 2048), gpu), ((100, 512), gpu)):
+        assert svd_device(torch.Size(shape), gpu) == place and svd_device(torch.Size(shape), host) == host
+        with FakeTensorMode():
+            counts = torch.ones(shape[0], dtype=torch.float64, device=gpu)
+            local = torch.ones(shape, dtype=torch.float64, device=gpu)
+            between = between_classes(ClassMeans(counts, local, local[0]), "class-means", 0.0)
+            assert all(part.device.type == "cuda" for part in between)
+            assert between.whitening.shape == (shape[1], min(shape[0] - 1, shape[1]))

@@ -3,8 +3,6 @@
 The steps are called as C functions, see ``ops.steps.loops``. The loop ends when no sample is running any more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,23 +36,17 @@ def code_options() -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """The step of a loop, and the sizes of its tensors, see ``ops.steps.loops``.
-
-    Attributes:
-        start: the state of a solve without samples; its tensors have the right shapes per sample.
-        values, integers: elements of `values` and of `counts` for one sample.
-        history: number of the tensors in `history`, and the shape of each for one sample.
-    """
+    """The step of a loop, and the sizes of its tensors, see ``ops.steps.loops``."""
 
     packing: Packing
     solver: Solver
-    start: State
+    start: State  # of a solve without samples; its tensors have the right shapes per sample
     step: Callable[..., Tensor]
     numbers: tuple[float, ...]
     dim: int
-    values: int
-    integers: int
-    history: tuple[int, ...]
+    values: int  # elements of `values` for one sample
+    integers: int  # likewise of `counts`
+    history: tuple[int, ...]  # number of the tensors in `history`, and the shape of each for one sample
     history_dtype: torch.dtype
     keep_inverse: bool
 

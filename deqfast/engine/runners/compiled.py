@@ -5,8 +5,6 @@ loop, called as C functions. Inductor compiles the cell, with its own rounding: 
 one to rounding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -22,13 +20,13 @@ from ..refusals import Refusals, check_served, kinds
 from ..solve import Keep, Options, Solve, inverse_of, not_finite, solution_of
 from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, serves, solve_in_code
 
-_ONE_CODE = "its code is one loop for whole batches"
+_WHOLE_BATCHES = "its code is one loop for whole batches"
 REFUSES: Refusals = {
-    "drop_converged": _ONE_CODE,
-    "trace": _ONE_CODE,
-    "stop_fn": _ONE_CODE,
-    "groups": _ONE_CODE,
-    "scale": _ONE_CODE,
+    "drop_converged": _WHOLE_BATCHES,
+    "trace": _WHOLE_BATCHES,
+    "stop_fn": _WHOLE_BATCHES,
+    "groups": _WHOLE_BATCHES,
+    "scale": _WHOLE_BATCHES,
     "lockstep": "its loop asks no other process",
     MixedAnderson: "its loop calls no Python",
     "cuda_graph": "it serves CPUs",
@@ -36,19 +34,15 @@ REFUSES: Refusals = {
 }
 
 
-def check_solver(solver: Solver, of: str = "") -> None:
-    """Raise ValueError if compiled code cannot run the steps of this solver; `of` says whose it is."""
-    check_served("compile", REFUSES, kinds(solver), of)
+def check_solver(solver: Solver, owner: str = "") -> None:
+    """Raise ValueError if compiled code cannot run the steps of this solver; `owner` says whose it is."""
+    check_served("compile", REFUSES, kinds(solver), owner)
     if not serves(solver):
-        raise ValueError(f"compile=True serves Picard, Anderson and Broyden, whose steps are ops, got {solver}{of}")
+        raise ValueError(f"compile=True serves Picard, Anderson and Broyden, whose steps are ops, got {solver}{owner}")
 
 
 class Compiled:
-    """Compiled solves: one for each solver and shape of a sample, for any batch.
-
-    Args:
-        refusal: beginning of the error for a solve that cannot be compiled.
-    """
+    """Compiled solves: one for each solver and shape of a sample, for any batch; `refusal` begins its error."""
 
     def __init__(self, refusal: str = "the solve cannot be compiled") -> None:
         self._refusal = refusal

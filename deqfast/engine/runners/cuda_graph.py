@@ -28,14 +28,14 @@ from ...torch_internals import pytree
 from ...torch_internals.graphs import aside, capture, current, mark, raw_stream, refuse_draws, refuse_waits
 from ...torch_internals.weights import NOTHING, is_cached
 from ..device_loop import DEVICE, EACH, DeviceLoop, Loop, capture_loop, has_loops
-from ..device_loop import REFUSES as _OF_LOOP
+from ..device_loop import REFUSES as _LOOP_REFUSES
 from ..refusals import Refusals, check_served
 from ..solve import Solve, not_finite, solution_of
 
 # Each holds the memory of a solve. A training run needs two or three: full batches, the last batch, evaluation.
 MAX_GRAPHS = 8
 REFUSES: Refusals = {
-    **_OF_LOOP,
+    **_LOOP_REFUSES,
     "groups of a call": "a graph replays the same rows: make deqfast.Groups once, and give it to the block",
     "begin_solve": "it prepares every solve in Python, and a replay would not run it",
 }
@@ -52,10 +52,7 @@ def forward(cell: Callable[[Any, Any], Any], x: Any, z0: Any) -> Callable[[Any],
 
 
 class Graphs:
-    """Captured solves of a block.
-
-    Args:
-        cell: the block's cell.
+    """Captured solves of a block with this cell.
 
     Raises:
         ValueError: a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
@@ -137,9 +134,7 @@ class Graphs:
 class Captured:
     """Captured solve of a `key` (cell, solve, bind, layout of x). It runs without capture before.
 
-    Attributes:
-        fixed: what else of the cell is captured.
-        finished: event after all work in its memory, for which another stream must wait.
+    `finished` is the event after all work in its memory, for which another stream must wait.
     """
 
     def __init__(self, key: tuple[nn.Module, Solve, Bind, Any], x: Any, z0: Any) -> None:
@@ -147,9 +142,9 @@ class Captured:
         cell, solve, bind, _ = key
         self.solve, self.fixed = solve, Fixed(cell)
         spec, self.device = pytree.tree_structure(x), solve.packing.device
-        self.memory = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in _leaves(x)]
+        self.memory = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(x)]
         self.x = pytree.tree_unflatten(self.memory, spec)
-        start = [leaf.detach().clone() for leaf in _leaves(z0)]
+        start = [leaf.detach().clone() for leaf in pytree.tree_leaves(z0)]
         self.memory += start
         self.start = start[0] if solve.packing.is_tensor else pytree.tree_unflatten(start, solve.packing.spec)
         self.has_two = isinstance(x, Tensor) and isinstance(z0, Tensor)  # as usual, for which no tree is flattened
@@ -223,7 +218,7 @@ class Captured:
         if address != self.address:
             self.finished.wait()
             self.address, self.stream = address, torch.cuda.current_stream(self.device)
-        leaves = [x, z0] if self.has_two else _leaves(x) + _leaves(z0)
+        leaves = [x, z0] if self.has_two else pytree.tree_leaves(x) + pytree.tree_leaves(z0)
         for memory, leaf in zip(self.memory, leaves, strict=True):
             if isinstance(memory, Tensor):
                 memory.copy_(leaf.detach())
@@ -236,11 +231,7 @@ class Captured:
 class Memory:
     """Memory of all results of a graph, which one operation copies for a caller that keeps them.
 
-    Args:
-        like: tensors without gaps that say what it has, by name.
-
-    Attributes:
-        memory: all of it, bytes.
+    `memory` has its bytes. like: tensors without gaps that say what it has, by name.
     """
 
     def __init__(self, like: dict[Any, Tensor], device: torch.device) -> None:
@@ -267,9 +258,8 @@ class Memory:
 class Results(Memory):
     """Memory of the results of a solve.
 
-    Attributes:
-        parts: tensors in it, by name: those of the state, `finite` (B,), the leaves of the value, and `numbers`. These
-            are the passes, the rows of z0 that are not finite, and the number of samples of each status.
+    `parts` has tensors by name: those of the state, `finite` (B,), the leaves of the value, and `numbers`. These
+    are the passes, the rows of z0 that are not finite, and the number of samples of each status.
     """
 
     def __init__(self, state: State, solve: Solve) -> None:
@@ -280,7 +270,7 @@ class Results(Memory):
         if state.trace is not None:
             like["trace"] = state.trace
         if not self.packing.is_view:
-            like |= {f"value {i}": leaf for i, leaf in enumerate(_leaves(self.packing.unpack(state.best)))}
+            like |= {f"value {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(self.packing.unpack(state.best)))}
         super().__init__(like, state.z.device)
         self.parts = self.of(self.memory)
         self.codes = torch.arange(CODES, dtype=torch.int8, device=state.z.device)
@@ -304,7 +294,7 @@ class Results(Memory):
         numbers[1:2] = self.parts["finite"].logical_not().sum()
         numbers[2:] = (state.status == self.codes[:, None]).sum(dim=1)
         if not self.packing.is_view:
-            for i, leaf in enumerate(_leaves(self.packing.unpack(state.best))):
+            for i, leaf in enumerate(pytree.tree_leaves(self.packing.unpack(state.best))):
                 self.parts[f"value {i}"].copy_(leaf)
 
 
@@ -347,14 +337,11 @@ class Outcome(Arriving):
 
 
 class Fixed:
-    """What the capture of a cell has fixed: its modules, their modes, and the memory of parameters and buffers.
-
-    Attributes:
-        has_hooks: whether a block calls methods of the cell other than its forward.
-    """
+    """What the capture of a cell has fixed: its modules, their modes, and the memory of parameters and buffers."""
 
     def __init__(self, cell: nn.Module) -> None:
         modules: list[Any] = list(cell.modules())
+        # Whether a block calls methods of the cell other than its forward.
         self.has_hooks = _has_any(cell, "fixed_point", "end_solve", "cancel_solve")
         self._modules = [(module, module.training, dict(module._modules)) for module in modules]
         tables = [table for module, *_ in self._modules for table in (module._parameters, module._buffers)]
@@ -376,10 +363,6 @@ def _place(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.dtype, t.shape, t.stride()
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
-
-
 def _layout(x: Any) -> Any:
     """Key of the shapes and dtypes of x, and the values of its other leaves."""
     if isinstance(x, Tensor):
@@ -393,8 +376,8 @@ def _check_cell(cell: Any) -> None:
         raise TypeError(f"cuda_graph needs a cell that is an nn.Module, whose parameters are known, got {cell!r}")
     for name, module in cell.named_modules():
         if hasattr(module, "begin_solve"):
-            of = f" of the cell's {name or 'own'} {type(module).__name__}"
-            check_served("cuda_graph", REFUSES, ["begin_solve"], of)
+            owner = f" of the cell's {name or 'own'} {type(module).__name__}"
+            check_served("cuda_graph", REFUSES, ["begin_solve"], owner)
 
 
 def _has_any(cell: nn.Module, *names: str) -> bool:

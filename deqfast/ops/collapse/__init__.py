@@ -6,15 +6,13 @@ to 256 rows, differences h - mu with mu as a pair of float32, and projections. T
 that are out of range raise RuntimeError with cpp and are undefined behaviour on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from ..registry import Op, Range, Result, Shaped, anchored, register
+from ..registry import Range, Result, Shaped, anchored, register
 
 FEATURES = anchored(torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -42,25 +40,8 @@ class WithinClassScatter(ClassMeans):
     directions: Annotated[Tensor, Shaped("D, R", torch.float64)]
 
 
-SIZES = {"D": Range(1), "K": Range(1)}
-
-register(
-    Op(
-        "class_means",
-        ClassMeans,
-        "features",
-        results=(Result("local", torch.float64, shape="K, D"), Result("shift", torch.float64, shape="D")),
-        limits=SIZES,
-        triton="neural_collapse",
-    )
-)
-register(
-    Op(
-        "within_class_scatter",
-        WithinClassScatter,
-        "features",
-        results=(Result("within", torch.float64, shape="R"),),
-        limits=SIZES,
-        triton="neural_collapse",
-    )
-)
+_passes: Any = {"limits": {"D": Range(1), "K": Range(1)}, "triton": "neural_collapse"}
+_MEANS = Result("local", torch.float64, shape="K, D"), Result("shift", torch.float64, shape="D")
+register("class_means", ClassMeans, "features", *_MEANS, **_passes)
+_WITHIN = Result("within", torch.float64, shape="R")
+register("within_class_scatter", WithinClassScatter, "features", _WITHIN, **_passes)

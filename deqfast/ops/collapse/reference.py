@@ -1,7 +1,5 @@
 """The passes of neural collapse in plain torch, in float64: the specification of their kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -3,8 +3,6 @@
 ``fc_fixed_point`` is a whole solve in one launch, ``fc_steps`` a part of one, and ``fc_vjp`` its backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.constants import PANEL_PADDING
-from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
+from ..registry import Dtype, Range, Result, Shaped, anchored, register
 from ..steps import MAX_ITER, InOut, StopRule
 
 ACTIVATIONS = ("identity", "relu", "tanh", "gelu")  # gelu with erf
@@ -81,21 +79,13 @@ def _check(op: str, a: FcFixedPoint) -> None:
         raise ValueError(f"{op}: `weight` must have at most {limit} rows in {a.weight.dtype}, got {len(a.weight)}")
 
 
-register(
-    Op(
-        "fc_fixed_point",
-        FcFixedPoint,
-        "c",
-        results=(
-            Result("value", STATE, like="c"),
-            Result("status", torch.int8, shape="B"),
-            Result("iterations", torch.int32, shape="B"),
-            Result("residual", STATE, shape="2, B"),
-        ),
-        limits={"D": Range(1)},
-        check=_check,
-        triton="fc_fixed_point",
-    )
+_RESULTS = (
+    Result("value", STATE, like="c"),
+    Result("status", torch.int8, shape="B"),
+    Result("iterations", torch.int32, shape="B"),
+    Result("residual", STATE, shape="2, B"),
 )
-register(Op("fc_steps", FcSteps, "c", limits={"D": Range(1)}))
-register(Op("fc_vjp", FcVjp, "pre", results=(Result("result", STATE, like="pre"),), triton="fc_fixed_point"))
+_SIZES = {"D": Range(1)}
+register("fc_fixed_point", FcFixedPoint, "c", *_RESULTS, limits=_SIZES, check=_check, triton="fc_fixed_point")
+register("fc_steps", FcSteps, "c", limits=_SIZES)
+register("fc_vjp", FcVjp, "pre", Result("result", STATE, like="pre"), triton="fc_fixed_point")

@@ -1,7 +1,5 @@
 """Gradient of ``deqfast.fc_fixed_point``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

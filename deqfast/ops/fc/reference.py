@@ -1,7 +1,5 @@
 """The ops of the fully connected cell in plain torch: the specification of their kernels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -11,8 +11,6 @@ One program computes one (sample, group), independently of all others. The calle
 the samples.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -20,7 +18,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ..registry import Divisor, Dtype, Op, Range, Result, Shaped, anchored, register
+from ..registry import Divisor, Dtype, Range, Result, Shaped, anchored, register
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 DATA = anchored(*DTYPES)
@@ -92,40 +90,16 @@ class NormActResidualBackward(_Residual, _Gradient):
     groups: Annotated[int, GROUPS]
 
 
-def _statistics(*names: str) -> tuple[Result, ...]:
-    return tuple(Result(name, ACCUMULATION, shape="B, groups") for name in names)
+def _results(*names: str, shape: str = "B, groups") -> tuple[Result, ...]:
+    return tuple(Result(name, ACCUMULATION, shape=shape) for name in names)
 
 
-_op: Any = partial(Op, anchor="y", limits={dim: Range(1) for dim in "CHW"})
-
-register(
-    _op("norm_act", NormAct, results=(Result("out", DATA, like="y"), *_statistics("mean", "rstd")), triton="norm_act")
-)
-register(
-    _op(
-        "norm_act_backward",
-        NormActBackward,
-        results=(Result("grad_y", DATA, like="y"), Result("grad_affine", ACCUMULATION, shape="2, B, C")),
-        triton="norm_act",
-    )
-)
-register(
-    _op(
-        "norm_act_residual",
-        NormActResidual,
-        results=(Result("f", ACCUMULATION, like="z"), *_statistics("mean2", "rstd2", "mean3", "rstd3")),
-        triton="norm_act_residual",
-    )
-)
-register(
-    _op(
-        "norm_act_residual_backward",
-        NormActResidualBackward,
-        results=(
-            Result("grad_sum", STATE, like="z"),
-            Result("grad_z", STATE, like="z"),
-            Result("grad_affine", ACCUMULATION, shape="4, B, C"),
-        ),
-        triton="norm_act_residual",
-    )
-)
+_single: Any = {"limits": {dim: Range(1) for dim in "CHW"}, "triton": "norm_act"}
+_both: Any = _single | {"triton": "norm_act_residual"}
+_AFFINE, _AFFINES = _results("grad_affine", shape="2, B, C"), _results("grad_affine", shape="4, B, C")
+_STATISTICS = _results("mean2", "rstd2", "mean3", "rstd3")
+_GRADIENTS = Result("grad_sum", STATE, like="z"), Result("grad_z", STATE, like="z")
+register("norm_act", NormAct, "y", Result("out", DATA, like="y"), *_results("mean", "rstd"), **_single)
+register("norm_act_backward", NormActBackward, "y", Result("grad_y", DATA, like="y"), *_AFFINE, **_single)
+register("norm_act_residual", NormActResidual, "y", Result("f", ACCUMULATION, like="z"), *_STATISTICS, **_both)
+register("norm_act_residual_backward", NormActResidualBackward, "y", *_GRADIENTS, *_AFFINES, **_both)

@@ -1,7 +1,5 @@
 """Fused parts of ResidualCell as functions of modules, with their gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Ops of ResidualCell in plain torch: the specification of their kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.constants import MAX_GPU_HISTORY, MAX_ITERATIONS
-from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
+from ..registry import Dtype, Range, Result, Shaped, anchored, register
 from .loops import PROGRESS as PROGRESS  # and the schemas of the steps in compiled loops
 
 InOut = partial(Shaped, mutated=True)
@@ -209,17 +209,14 @@ class BroydenApply(_Joined, _Steps, _Judged):
     """Likewise, with the sums of ``BroydenSums``."""
 
 
-PAIRS = {"M": Range(1, MAX_GPU_HISTORY)}
-
-_pairs_op: Any = partial(Op, limits=PAIRS, triton="multisecant_step")
-
-register(Op("picard_step", PicardStep, "z", triton="picard_step", binds=True))
-register(Op("picard_sums", PicardSums, "z", triton="picard_step"))
-register(Op("picard_apply", PicardApply, "z", triton="picard_step"))
-register(Op("broyden_step", BroydenStep, "z", binds=True))
-register(Op("broyden_sums", BroydenSums, "z"))
-register(Op("broyden_apply", BroydenApply, "z"))
-register(_pairs_op("multisecant_step", MultisecantStep, "z"))
-register(_pairs_op("multisecant_sums", MultisecantSums, "z"))
-register(_pairs_op("multisecant_apply", MultisecantApply, "z"))
-register(_pairs_op("multisecant_transposed", MultisecantTransposed, "v", (Result("out", STATE, like="v"),)))
+register("picard_step", PicardStep, "z", triton="picard_step", binds=True)
+register("picard_sums", PicardSums, "z", triton="picard_step")
+register("picard_apply", PicardApply, "z", triton="picard_step")
+register("broyden_step", BroydenStep, "z", binds=True)
+register("broyden_sums", BroydenSums, "z")
+register("broyden_apply", BroydenApply, "z")
+_pairs: Any = {"limits": {"M": Range(1, MAX_GPU_HISTORY)}, "triton": "multisecant_step"}
+register("multisecant_step", MultisecantStep, "z", **_pairs)
+register("multisecant_sums", MultisecantSums, "z", **_pairs)
+register("multisecant_apply", MultisecantApply, "z", **_pairs)
+register("multisecant_transposed", MultisecantTransposed, "v", Result("out", STATE, like="v"), **_pairs)

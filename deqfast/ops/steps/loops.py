@@ -23,8 +23,6 @@ The schemas do not declare what the ops write to. Before 2.14, torch puts no op 
 step's iterate, and ``loop_end`` takes the truth value that the last step returned.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows that are positions of sequences: what a step sums and judges over a position and the earlier ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -10,13 +8,10 @@ from torch.nn.functional import pad
 
 
 class Positions:
-    """Rows (B * T, .) of one causal solve: row b * T + t is position t of sequence b.
+    """Rows (B * T, .) of one causal solve of T = `length` positions: row b * T + t is position t of sequence b.
 
     A position that has ended stays in the sums of the later ones: with its last norms and products, and without new
     pairs. Neither its f(z) nor its history is read again.
-
-    Args:
-        length: T.
     """
 
     def __init__(self, length: int) -> None:

@@ -7,8 +7,6 @@ In a loop of a graph, k is a tensor () int64 of at least 1 instead of a number. 
 window. Slots without a pair must be zeros: such pairs change nothing.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -126,7 +124,7 @@ def joined(a: Step, sums: Tensor, parts: Parts) -> tuple[Norms, Tensor]:
     if maximum:
         return _pair(largest), sums
     scale = torch.where(largest == 0, 1, largest)
-    scaled = [v / of[:, None] for v, of in zip(vectors, scale.unbind(1), strict=True)]
+    scaled = [v / factor[:, None] for v, factor in zip(vectors, scale.unbind(1), strict=True)]
     return _pair(_length(squares, scale, parts.sum(_squares(*scaled)))), sums
 
 

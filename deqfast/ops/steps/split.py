@@ -12,8 +12,6 @@ Between the first and the last, nothing has more than K numbers per row. The pro
 per gradient, runs in plain torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,0 +1,115 @@
+"""Figures of the measured numbers. Each takes rows that benchmarks/report.py has chosen, and makes a PNG.
+
+Figures of the width ``NARROW`` are readable on a phone.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from runs import style
+
+from .record import Row
+
+NARROW = 4.6  # inches
+METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anderson", "broyden": "Broyden"}  # as shown
+VARIANTS = ("gmres", "checkpoint")  # drawn hollow, in the colour of the adjoint that they vary
+LOOKS = ((style.VERMILLION, "o"), (style.BLUE, "D"))  # of machines
+LIBRARIES = {"deqfast": style.VERMILLION, "torchdeq": style.BLUE}
+
+
+def residual_courses(courses: Sequence[Row], origin: str, **entry: str) -> bytes:
+    """Best residual so far of the worst sample against time, a panel for each problem."""
+    cases = list(dict.fromkeys(row["case"] for row in courses))
+    figure, (axes,) = style.panels(1, len(cases), height=3.2, sharey=True)
+    for axis, case in zip(axes, cases, strict=True):
+        own = [row for row in courses if row["case"] == case]
+        axis.set_title(f"{case}: {own[0]['batch']} samples of {own[0]['dim']:,}")
+        axis.set(xlabel="time, f included (ms)", xscale="log", yscale="log", ylim=(3e-8, 3))
+        for row in sorted(own, key=lambda row: METHODS[row["provider"].split()[1]]):
+            library, method = row["provider"].split()[:2]
+            name = METHODS[method]
+            look = style.look(name) | {"marker": "", "ls": "-" if library == "deqfast" else "--"}
+            residuals = [value or math.nan for value in row["course"]["residual"]]
+            axis.plot(row["course"]["ms"], residuals, label=f"{name}, {library}", **look)
+    axes[0].set_ylabel("relative residual, worst sample")
+    style.legend(figure, 3, title=textwrap.fill(origin, 160), title_fontsize=7, handlelength=3)
+    return style.png(figure, **entry)
+
+
+def gradient_errors(rows: Sequence[Row], origin: str, names: Mapping[str, Mapping[str, str]], **entry: str) -> bytes:
+    """Error of each adjoint's gradient against the time of a training step, a panel for each cell.
+
+    names: titles of the cells' cases ("gradients"), and names of the adjoints ("adjoints").
+    """
+    figure, (axes,) = style.panels(1, len(names["gradients"]), height=3.4, sharey=True)
+    for axis, (case, title) in zip(axes, names["gradients"].items(), strict=True):
+        axis.set_title(title)
+        axis.set(xlabel="training step (ms)", yscale="log", ylim=(1e-7, 3))
+        by_name = {row["provider"]: row for row in rows if row["case"] == case}
+        for adjoint, shown in names["adjoints"].items():
+            row, name = by_name[adjoint], shown.strip("`")
+            filling = {"mfc": "none"} if adjoint in VARIANTS else {}
+            axis.plot(row["ms_min"], row["error"], ls="", ms=7, label=name, **style.look(name), **filling)
+        axis.set_xlim(0)
+    axes[0].set_ylabel("relative error of the gradient")
+    style.legend(figure, 3, title=textwrap.fill(origin, 160), title_fontsize=7)
+    return style.png(figure, **entry)
+
+
+def ratios(lines: Sequence[Row], xlabel: str, **entry: str) -> bytes:
+    """A line for each case: the medians of its "values" by machine, with whiskers over the runs; 1 is torchdeq."""
+    figure = style.plt.figure(figsize=(NARROW, 1.1 + 0.21 * len(lines)))
+    axis = figure.subplots()
+    colours = dict(zip(dict.fromkeys(name for line in lines for name in line["values"]), LOOKS, strict=False))
+    for height, line in enumerate(lines):
+        for name, (least, middle, largest) in line["values"].items():
+            whisker = [[middle - least], [largest - middle]]
+            colour, marker = colours[name]
+            axis.errorbar(middle, height, xerr=whisker, color=colour, fmt=marker, ms=6, capsize=3, label=name)
+    axis.axvline(1, color=style.BLACK, lw=1)
+    axis.set_yticks(range(len(lines)), [line["name"] for line in lines])
+    axis.set(ylim=(len(lines) - 0.4, -0.6), xscale="log")
+    axis.set_xlabel(xlabel, loc="right")
+    style.decimal(axis.xaxis)
+    axis.grid(axis="y", visible=False)
+    if len(colours) > 1:
+        handles, labels = axis.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        figure.legend([*unique.values()], [*unique], loc="outside lower center")
+    return style.png(figure, **entry)
+
+
+def state_sizes(points: Sequence[Row], **entry: str) -> bytes:
+    """Time per iteration without f against the elements of the state, a panel for each solver, with the byte floor."""
+    titles = list(dict.fromkeys(point["solver"] for point in points))
+    figure = style.plt.figure(figsize=(NARROW, 3.2))
+    (axes,) = figure.subplots(1, len(titles), squeeze=False, sharey=True)
+    for axis, title in zip(axes, titles, strict=True):
+        own = sorted((point for point in points if point["solver"] == title), key=lambda point: point["elements"])
+        sizes = [point["elements"] for point in own]
+        for library, colour in LIBRARIES.items():
+            axis.plot(sizes, [point[library] for point in own], color=colour, marker="o", label=library)
+        axis.plot(sizes, [point["floor"] for point in own], color=style.BLACK, ls="--", label="byte floor")
+        axis.set(title=title, xscale="log", yscale="log", xlabel="elements of the state")
+    axes[0].set_ylabel("ms per iteration, without f")
+    style.legend(figure, 3)
+    return style.png(figure, **entry)
+
+
+def problems_solved(rows: Sequence[Row], total: int, **entry: str) -> bytes:
+    """Share of the problems that a solver has solved, against the evaluations that it was allowed."""
+    figure = style.plt.figure(figsize=(NARROW, 3.6))
+    axis = figure.subplots()
+    most = max(row["most_evaluations"] for row in rows)
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        library, method = provider.split()[:2]
+        counts = sorted(row["evaluations"] for row in rows if row["provider"] == provider and row["reached"])
+        steps = [100 * solved / total for solved in [*range(len(counts) + 1), len(counts)]]
+        look = {"color": style.look(METHODS[method])["color"], "ls": "-" if library == "deqfast" else "--"}
+        axis.step([0, *counts, most], steps, where="post", label=f"{METHODS[method]}, {library}", **look)
+    axis.set(xlabel="evaluations allowed", ylabel=f"% of {total} problems solved", xlim=(0, most), ylim=(0, 102))
+    style.legend(figure, 2, handlelength=3)
+    return style.png(figure, **entry)
