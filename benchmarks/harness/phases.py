@@ -115,16 +115,16 @@ def measured(place: Place, chosen: Iterable[Case], leave: Sequence[str] = ()) ->
     for case in chosen:
         if place.device in case.devices and not place.has(case.section, case.name):
             providers = [name for name in case.providers_on(place.device) if name not in leave]
-            found, _ = measure(case, providers, place.device, copy, **turns)
+            rows, _ = measure(case, providers, place.device, copy, **turns)
             yield [
                 row_of(case.section, case.name, name, **fault(row)) if isinstance(row, Exception) else row
-                for name, row in found.items()
+                for name, row in rows.items()
             ]
 
 
-def of_sections(place: Place, *sections: str) -> list[Case]:
-    found = cases.SMALL if place.small else cases.CASES
-    return [case for case in found if case.section in sections and not case.full]
+def selected(place: Place, *sections: str) -> list[Case]:
+    every = cases.SMALL if place.small else cases.CASES
+    return [case for case in every if case.section in sections and not case.full]
 
 
 # The functions of the plan.
@@ -141,7 +141,7 @@ def extension(place: Place) -> Rows:
     def is_current() -> bool:
         return not subprocess.run([sys.executable, "-c", current], cwd=ROOT, check=False).returncode
 
-    how, is_right = "found", is_current()
+    how, is_right = "current", is_current()
     if not is_right and (objects := list((BROUGHT / "lib").rglob("*.so"))):
         for path in objects:
             (ROOT / "deqfast" / path.name).unlink(missing_ok=True)  # this process has the old one in its memory
@@ -311,19 +311,19 @@ def differences(f: Any, solver: Any, kernel: str, eager: Any, other: Any) -> lis
 def loops(place: Place) -> Rows:
     """Solves in one launch against eager ones, at the sizes of the targets."""
     wanted = (*ITERATED, "picard-fc-128x256", "anderson-m6-fc-128x256")
-    found = {case.name: case for case in of_sections(place, "solves")}
-    yield from measured(place, found.values() if place.small else map(found.__getitem__, wanted), ("torch", PEER))
+    by_name = {case.name: case for case in selected(place, "solves")}
+    yield from measured(place, by_name.values() if place.small else map(by_name.__getitem__, wanted), ("torch", PEER))
 
 
 def rivals(place: Place) -> Rows:
     """Rivals at the same work, without torch.compile, at the sizes of the targets."""
-    chosen = [case for case in of_sections(place, "rivals") if place.small or case.name.endswith(("8192", "128x256"))]
+    chosen = [case for case in selected(place, "rivals") if place.small or case.name.endswith(("8192", "128x256"))]
     yield from measured(place, chosen, (rival.COMPILED_PEER, "compiled", "packaged"))
 
 
 def compiled_peer(place: Place) -> Rows:
     """Rivals that torch.compile compiles, next to the solve in one launch. They are of section "rivals"."""
-    wanted = [case for case in of_sections(place, "rivals") if place.small or case.name.endswith("128x8192")]
+    wanted = [case for case in selected(place, "rivals") if place.small or case.name.endswith("128x8192")]
     others = (rival.BY_HAND, *rival.JAX, "packaged", "silva-networks")
     yield from measured(place, wanted, others)
 
@@ -344,14 +344,14 @@ def published(place: Place) -> Rows:
 
 def profile(place: Place) -> Rows:
     """The longest kernels of a solve, of a training step with convolutions and of the study's step."""
-    found = {case.name: case for case in cases.CASES}
+    by_name = {case.name: case for case in cases.CASES}
     wanted = [("picard-128x8192", "cuda"), ("picard-128x8192", "cuda-graph"), ("anderson-m6-128x8192", "cuda-graph")]
     wanted += [("residual-anderson-jfb-32x128x4x4", "cuda")]
 
-    def call_of(name: str, provider: str) -> Callable[[], Any]:
-        return found[name].contender(provider, place.device).call
+    def make_call(name: str, provider: str) -> Callable[[], Any]:
+        return by_name[name].contender(provider, place.device).call
 
-    calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {of: partial(call_of, *of) for of in wanted}
+    calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {key: partial(make_call, *key) for key in wanted}
 
     def study_step_call() -> Callable[[], Any]:
         return study_step.steppers_of(study_step.settings_of(64, 128, place.device))["deq"].step
@@ -370,7 +370,7 @@ def profile(place: Place) -> Rows:
             continue
         row |= {"launches": seen.launches, "host_waits": seen.host_waits, "device_ms": seen.device_ms}
         longest = sorted(seen.kernels.items(), key=lambda kernel: -kernel[1][1])[:12]
-        yield [row | {"busy": seen.device_ms / row["ms_min"], "kernels": [[name, *told] for name, told in longest]}]
+        yield [row | {"busy": seen.device_ms / row["ms_min"], "kernels": [[name, *usage] for name, usage in longest]}]
 
 
 def study(place: Place) -> Rows:
@@ -505,4 +505,4 @@ def sweeps(place: Place) -> Rows:
 
 def sections(place: Place, *names: str) -> Rows:
     """All cases of sections, except those that train."""
-    yield from measured(place, [case for case in of_sections(place, *names) if not case.name.startswith("digits")])
+    yield from measured(place, [case for case in selected(place, *names) if not case.name.startswith("digits")])
