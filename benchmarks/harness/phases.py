@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +19,13 @@ from torch import Tensor
 import deqfast
 from deqfast import _extension
 
-from . import cases, models, study_step, traffic, zoo
+from . import cases, models, study_step, zoo
 from . import rivals as rival
 from .counters import profiled
-from .entry import GRAPHS, Case, Skipped, kernel_of
-from .maps import make_map
+from .entry import Case, Skipped
 from .record import Row
 from .session import BROUGHT, ROOT
-from .solves import PEER, Replays, solver_name
+from .solves import PEER
 from .suite import columns_of, measure
 from .targets import ITERATED, verdicts
 from .timing import Copy, captured, in_turns, wait
@@ -34,7 +33,6 @@ from .timing import Copy, captured, in_turns, wait
 SECONDS = 1.5  # of the rounds of a case
 SECONDS_OF_SWEEPS = 80.0
 FAULT = "FAULT"
-SMALL_WINDOW = 8  # pairs; a graph has the same kernels for all windows up to it
 WHILE_LIMIT = 0.020  # ms; if a pass costs more, a body should hold more iterations
 # Expected before anything was measured, in ms: (section, case, provider) -> from, to.
 PREDICTED = {
@@ -89,9 +87,6 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
         if key == ("probe", "pass of a loop with 2 kernels", "device") and "ms" in row:
             far = row["ms"] > WHILE_LIMIT
             yield f"a body holds {'four iterations, or the step is captured whole' if far else 'two iterations'}"
-    if bits := [row for row in rows if row["section"] == "bits" and "skipped" not in row]:
-        wrong = [f"{row['case']} {row['provider']}" for row in bits if "fault" in row]
-        yield f"the loop on the device: {'NO-GO, ' + ', '.join(wrong) if wrong else 'go, bits of the eager loop'}"
     for target, value, met in verdicts(rows):
         if met is not None and target.on_gpu:
             yield f"{'met' if met else 'MISSED'} {target.what}: {value:.3g}"
@@ -258,54 +253,6 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
         seconds[length] = [seconds_of_calls(launch, 50, "cuda", True) for _ in range(5)]
     each = [(long - short) / 100 for long, short in zip(seconds[101], seconds[1], strict=True)]
     return [row_of("probe", case, "device", **columns_of(each))]
-
-
-def bits(place: Place) -> Rows:
-    """Captured solves against eager ones by the same kernel: every number of the Solutions, also of early stops."""
-    shapes = ((2, 64),) if place.small else (cases.LAST_STAGE, cases.FC, cases.ONE)
-    for solver in cases.SOLVERS:
-        for shape in shapes:
-            for tol, most in ((solver.tol, 20), (1e-2, 19)):
-                asked = replace(solver, rtol=tol, max_iter=most)
-                case = f"{solver_name(asked)}-{'x'.join(map(str, shape))}-{most}"
-                for provider in ("cpp",) if place.small else GRAPHS:
-                    if not place.has("bits", case, provider):
-                        yield [row_of("bits", case, provider, **same_bits(place, asked, shape, provider))]
-
-
-def same_bits(place: Place, solver: Any, shape: tuple[int, ...], provider: str) -> Row:
-    f: Any = make_map("elementwise", shape, place.device, "torch")
-    z0 = torch.zeros_like(f.c)
-    try:
-        kernel = kernel_of(provider.removesuffix("-graph"), place.device).name
-        eager = deqfast.solve(f, z0, solver, kernel)
-        other = eager
-        if provider in GRAPHS:
-            (replays := Replays(solver, kernel))(f, z0)
-            replays(f, z0)  # the second is a replay
-            other = replays.last
-    except Exception as error:
-        return fault(error)
-    differ = differences(f, solver, kernel, eager, other)
-    differ += ["evaluations"] * (other.evaluations < int(eager.iterations.max()))
-    return {"evaluations": other.evaluations} | ({"fault": f"other bits of {', '.join(differ)}"} if differ else {})
-
-
-def differences(f: Any, solver: Any, kernel: str, eager: Any, other: Any) -> list[str]:
-    """What differs between an eager Solution and a captured one, for a contraction with known `eigenvalues`.
-
-    All bits must agree, except where a graph uses other kernels: for windows of more than 8 pairs, and on triton for
-    the last of `max_iter` evaluations. There both values must be as near the fixed point as their residuals say.
-    """
-    is_last = kernel == "triton" and int(eager.iterations.max()) == solver.max_iter
-    if isinstance(solver, deqfast.Picard) or not (is_last or traffic.window(solver, kernel) > SMALL_WINDOW):
-        names = ("value", "status", "iterations", "residual_rel", "residual_abs")
-        return [name for name in names if not torch.equal(getattr(eager, name), getattr(other, name))]
-    # |z - z*| <= |g| / (1 - rate). A float32 of g is off by the rounding of f and of the difference.
-    rounding = 4 * torch.finfo(torch.float32).eps * eager.value.norm(dim=1)
-    apart = (eager.value.double() - other.value).norm(dim=1)
-    near = apart <= (eager.residual_abs + other.residual_abs + rounding) / (1 - f.eigenvalues.abs().max())
-    return ["value"] * (not near.all()) + ["status"] * (not torch.equal(eager.status, other.status))
 
 
 def loops(place: Place) -> Rows:
