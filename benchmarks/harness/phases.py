@@ -22,7 +22,7 @@ from deqfast import _extension
 from . import cases, models, study_step, zoo
 from . import rivals as rival
 from .counters import profiled
-from .entry import Case, Skipped
+from .entry import Case, Skipped, fault
 from .record import Row
 from .session import BROUGHT, ROOT
 from .solves import PEER
@@ -94,13 +94,6 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
 
 def row_of(section: str, case: str, provider: str, **columns: Any) -> Row:
     return {"section": section, "case": case, "provider": provider, **columns}
-
-
-def fault(error: Exception) -> dict[str, str]:
-    """Column of an error: why a row has no time."""
-    if isinstance(error, Skipped):
-        return {"skipped": str(error)}
-    return {"fault": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
 
 def measured(place: Place, chosen: Iterable[Case], leave: Sequence[str] = ()) -> Rows:
@@ -299,11 +292,7 @@ def profile(place: Place) -> Rows:
         return by_name[name].contender(provider, place.device).call
 
     calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {key: partial(make_call, *key) for key in wanted}
-
-    def study_step_call() -> Callable[[], Any]:
-        return study_step.steppers_of(study_step.settings_of(64, 128, place.device))["deq"].step
-
-    calls["study, width 64, batch 128", "deq"] = study_step_call
+    calls["study, width 64, batch 128", "deq"] = partial(study_deq_step, place, 64, 128, graphed=False)
     for (name, provider), make in {} if place.small else calls.items():
         if place.has("profile", name, provider):
             continue

@@ -25,13 +25,8 @@ def required_tests(small: bool) -> Words:
 def short(small: bool) -> tuple[Phase, ...]:
     """What has never run on a GPU, and decides most, comes first."""
     study: Words = ("python", "experiments/cifar_lt.py", "--dataset", "shapes", "--preset", "quick", "--model", "deq")
-    study += (
-        "--out",
-        "runs/gpu-study",
-        "--resume",
-        "--kernel",
-        *(("torch", "--device", "cpu") if small else ("triton",)),
-    )
+    study += ("--out", "runs/gpu-study", "--resume", "--kernel")
+    study += ("torch", "--device", "cpu") if small else ("triton",)
     if small:
         study += ("--width", "2", "--epochs", "1", "--n-majority", "10", "--test-images", "10")
     bits = (*required_tests(small), "tests/test_captured_calls.py", "-k", "bits")
