@@ -349,7 +349,7 @@ def race(rows: Sequence[Row]) -> dict[str, str]:
     return line
 
 
-WITHOUT_TIMES = ("extension", "bits", "profile")  # sections of phases of gpu.sh
+WITHOUT_TIMES = ("extension", "profile")  # sections of phases of gpu.sh
 
 
 def on_gpus(results: Results) -> list[Table]:

@@ -142,13 +142,13 @@ def profiled(call: Callable[[], Any]) -> Profile | None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         call()
         torch.cuda.synchronize()
-    of_cpu = torch.autograd.DeviceType.CPU
+    cpu = torch.autograd.DeviceType.CPU
     kernels: dict[str, tuple[int, float]] = {}
-    names = [event.name for event in recorded.events() if event.device_type == of_cpu and event.name.startswith("cu")]
+    names = [event.name for event in recorded.events() if event.device_type == cpu and event.name.startswith("cu")]
     launches = sum(any(word in name for word in ("Launch", "Memcpy", "Memset")) for name in names)
     waits = sum(name in ("cudaStreamSynchronize", "cudaEventSynchronize") for name in names)
     for event in recorded.events():
-        if event.device_type != of_cpu and not event.is_user_annotation:  # which spans kernels that count themselves
+        if event.device_type != cpu and not event.is_user_annotation:  # which spans kernels that count themselves
             number, ms = kernels.get(event.name, (0, 0.0))
             kernels[event.name] = number + 1, ms + 1e-3 * event.time_range.elapsed_us()
     return Profile(launches, waits, kernels) if launches else None

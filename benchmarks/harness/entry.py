@@ -31,6 +31,13 @@ class Wrong(AssertionError):
     """Raised if the answer is wrong, so that its time says nothing."""
 
 
+def fault(error: Exception) -> Row:
+    """Column of an error: why a row has no time."""
+    if isinstance(error, Skipped):
+        return {"skipped": str(error)}
+    return {"fault": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+
+
 @dataclass
 class Contender:
     """Provider of a case whose answer has been checked.

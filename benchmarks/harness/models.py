@@ -111,9 +111,9 @@ def clone_of(repository: str, root: Path | None) -> Path:
         raise Skipped(
             f"no clone of {repository}: git clone https://github.com/{repository} {folder} && {checkout}{option}"
         )
-    found = recording.tool("git", "-C", str(folder), "rev-parse", "HEAD")
-    if found != COMMITS[repository]:
-        raise Skipped(f"{folder} is at commit {found or 'unknown'}: {checkout}")
+    head = recording.tool("git", "-C", str(folder), "rev-parse", "HEAD")
+    if head != COMMITS[repository]:
+        raise Skipped(f"{folder} is at commit {head or 'unknown'}: {checkout}")
     if changed := recording.tool("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"):
         raise Skipped(f"{folder} has changes: {changed}")
     return folder
@@ -245,9 +245,9 @@ def measure(
     fails has a row without times.
     """
     folder = clone_of(model.repository, root) / model.folder
-    told: Row = {"section": SECTION, "case": model.name, "solver": model.solver, "whole": model.whole}
-    told |= {"source": f"{model.repository}@{COMMITS[model.repository]}", "dtype": str(model.dtype)}
-    told |= {"kernel": choose_kernel("auto", torch.device(device)).name, "device": device, "solves": model.solves}
+    about: Row = {"section": SECTION, "case": model.name, "solver": model.solver, "whole": model.whole}
+    about |= {"source": f"{model.repository}@{COMMITS[model.repository]}", "dtype": str(model.dtype)}
+    about |= {"kernel": choose_kernel("auto", torch.device(device)).name, "device": device, "solves": model.solves}
     turns: dict[str, Any] = {"device": device, "rounds": rounds, "seconds": seconds}
     rows: list[Row] = []
     with on_device(device, model.dtype):
@@ -261,13 +261,13 @@ def measure(
             except Exception as error:  # it must not cost the others their rows
                 del ones[GRAPH]
                 kind = "skipped" if "cuda_graph" in str(error) else "fault"  # the former: refused with a reason
-                rows.append(told | {"provider": GRAPH, kind: f"{type(error).__name__}: {error}"})
+                rows.append(about | {"provider": GRAPH, kind: f"{type(error).__name__}: {error}"})
         trained = in_turns({provider: one.train for provider, one in ones.items()}, **turns)
         for one in ones.values():
             one.model.eval()
         predicted = in_turns({provider: one.predict for provider, one in ones.items()}, **turns)
     for provider, step in steps.items():
-        row = told | {"provider": provider} | columns_of(trained[provider])
+        row = about | {"provider": provider} | columns_of(trained[provider])
         row["forward_ms"] = columns_of(predicted[provider])["ms"]
         row |= {name: step[name] for name in ("evaluations", "residual") if name in step}
         if provider != PEER:

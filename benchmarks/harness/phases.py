@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +19,13 @@ from torch import Tensor
 import deqfast
 from deqfast import _extension
 
-from . import cases, models, study_step, traffic, zoo
+from . import cases, models, study_step, zoo
 from . import rivals as rival
 from .counters import profiled
-from .entry import GRAPHS, Case, Skipped, kernel_of
-from .maps import make_map
+from .entry import Case, Skipped, fault
 from .record import Row
 from .session import BROUGHT, ROOT
-from .solves import PEER, Replays, solver_name
+from .solves import PEER
 from .suite import columns_of, measure
 from .targets import ITERATED, verdicts
 from .timing import Copy, captured, in_turns, wait
@@ -34,7 +33,6 @@ from .timing import Copy, captured, in_turns, wait
 SECONDS = 1.5  # of the rounds of a case
 SECONDS_OF_SWEEPS = 80.0
 FAULT = "FAULT"
-SMALL_WINDOW = 8  # pairs; a graph has the same kernels for all windows up to it
 WHILE_LIMIT = 0.020  # ms; if a pass costs more, a body should hold more iterations
 # Expected before anything was measured, in ms: (section, case, provider) -> from, to.
 PREDICTED = {
@@ -89,9 +87,6 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
         if key == ("probe", "pass of a loop with 2 kernels", "device") and "ms" in row:
             far = row["ms"] > WHILE_LIMIT
             yield f"a body holds {'four iterations, or the step is captured whole' if far else 'two iterations'}"
-    if bits := [row for row in rows if row["section"] == "bits" and "skipped" not in row]:
-        wrong = [f"{row['case']} {row['provider']}" for row in bits if "fault" in row]
-        yield f"the loop on the device: {'NO-GO, ' + ', '.join(wrong) if wrong else 'go, bits of the eager loop'}"
     for target, value, met in verdicts(rows):
         if met is not None and target.on_gpu:
             yield f"{'met' if met else 'MISSED'} {target.what}: {value:.3g}"
@@ -101,13 +96,6 @@ def row_of(section: str, case: str, provider: str, **columns: Any) -> Row:
     return {"section": section, "case": case, "provider": provider, **columns}
 
 
-def fault(error: Exception) -> dict[str, str]:
-    """Column of an error: why a row has no time."""
-    if isinstance(error, Skipped):
-        return {"skipped": str(error)}
-    return {"fault": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-
-
 def measured(place: Place, chosen: Iterable[Case], leave: Sequence[str] = ()) -> Rows:
     """Rows of cases of the suite, without the providers to leave."""
     copy = Copy(place.device, *[1 << 12] * place.small)
@@ -115,16 +103,16 @@ def measured(place: Place, chosen: Iterable[Case], leave: Sequence[str] = ()) ->
     for case in chosen:
         if place.device in case.devices and not place.has(case.section, case.name):
             providers = [name for name in case.providers_on(place.device) if name not in leave]
-            found, _ = measure(case, providers, place.device, copy, **turns)
+            rows, _ = measure(case, providers, place.device, copy, **turns)
             yield [
                 row_of(case.section, case.name, name, **fault(row)) if isinstance(row, Exception) else row
-                for name, row in found.items()
+                for name, row in rows.items()
             ]
 
 
-def of_sections(place: Place, *sections: str) -> list[Case]:
-    found = cases.SMALL if place.small else cases.CASES
-    return [case for case in found if case.section in sections and not case.full]
+def selected(place: Place, *sections: str) -> list[Case]:
+    every = cases.SMALL if place.small else cases.CASES
+    return [case for case in every if case.section in sections and not case.full]
 
 
 # The functions of the plan.
@@ -141,7 +129,7 @@ def extension(place: Place) -> Rows:
     def is_current() -> bool:
         return not subprocess.run([sys.executable, "-c", current], cwd=ROOT, check=False).returncode
 
-    how, is_right = "found", is_current()
+    how, is_right = "current", is_current()
     if not is_right and (objects := list((BROUGHT / "lib").rglob("*.so"))):
         for path in objects:
             (ROOT / "deqfast" / path.name).unlink(missing_ok=True)  # this process has the old one in its memory
@@ -260,70 +248,22 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
     return [row_of("probe", case, "device", **columns_of(each))]
 
 
-def bits(place: Place) -> Rows:
-    """Captured solves against eager ones by the same kernel: every number of the Solutions, also of early stops."""
-    shapes = ((2, 64),) if place.small else (cases.LAST_STAGE, cases.FC, cases.ONE)
-    for solver in cases.SOLVERS:
-        for shape in shapes:
-            for tol, most in ((solver.tol, 20), (1e-2, 19)):
-                asked = replace(solver, rtol=tol, max_iter=most)
-                case = f"{solver_name(asked)}-{'x'.join(map(str, shape))}-{most}"
-                for provider in ("cpp",) if place.small else GRAPHS:
-                    if not place.has("bits", case, provider):
-                        yield [row_of("bits", case, provider, **same_bits(place, asked, shape, provider))]
-
-
-def same_bits(place: Place, solver: Any, shape: tuple[int, ...], provider: str) -> Row:
-    f: Any = make_map("elementwise", shape, place.device, "torch")
-    z0 = torch.zeros_like(f.c)
-    try:
-        kernel = kernel_of(provider.removesuffix("-graph"), place.device).name
-        eager = deqfast.solve(f, z0, solver, kernel)
-        other = eager
-        if provider in GRAPHS:
-            (replays := Replays(solver, kernel))(f, z0)
-            replays(f, z0)  # the second is a replay
-            other = replays.last
-    except Exception as error:
-        return fault(error)
-    differ = differences(f, solver, kernel, eager, other)
-    differ += ["evaluations"] * (other.evaluations < int(eager.iterations.max()))
-    return {"evaluations": other.evaluations} | ({"fault": f"other bits of {', '.join(differ)}"} if differ else {})
-
-
-def differences(f: Any, solver: Any, kernel: str, eager: Any, other: Any) -> list[str]:
-    """What differs between an eager Solution and a captured one, for a contraction with known `eigenvalues`.
-
-    All bits must agree, except where a graph uses other kernels: for windows of more than 8 pairs, and on triton for
-    the last of `max_iter` evaluations. There both values must be as near the fixed point as their residuals say.
-    """
-    is_last = kernel == "triton" and int(eager.iterations.max()) == solver.max_iter
-    if isinstance(solver, deqfast.Picard) or not (is_last or traffic.window(solver, kernel) > SMALL_WINDOW):
-        names = ("value", "status", "iterations", "residual_rel", "residual_abs")
-        return [name for name in names if not torch.equal(getattr(eager, name), getattr(other, name))]
-    # |z - z*| <= |g| / (1 - rate). A float32 of g is off by the rounding of f and of the difference.
-    rounding = 4 * torch.finfo(torch.float32).eps * eager.value.norm(dim=1)
-    apart = (eager.value.double() - other.value).norm(dim=1)
-    near = apart <= (eager.residual_abs + other.residual_abs + rounding) / (1 - f.eigenvalues.abs().max())
-    return ["value"] * (not near.all()) + ["status"] * (not torch.equal(eager.status, other.status))
-
-
 def loops(place: Place) -> Rows:
     """Solves in one launch against eager ones, at the sizes of the targets."""
     wanted = (*ITERATED, "picard-fc-128x256", "anderson-m6-fc-128x256")
-    found = {case.name: case for case in of_sections(place, "solves")}
-    yield from measured(place, found.values() if place.small else map(found.__getitem__, wanted), ("torch", PEER))
+    by_name = {case.name: case for case in selected(place, "solves")}
+    yield from measured(place, by_name.values() if place.small else map(by_name.__getitem__, wanted), ("torch", PEER))
 
 
 def rivals(place: Place) -> Rows:
     """Rivals at the same work, without torch.compile, at the sizes of the targets."""
-    chosen = [case for case in of_sections(place, "rivals") if place.small or case.name.endswith(("8192", "128x256"))]
+    chosen = [case for case in selected(place, "rivals") if place.small or case.name.endswith(("8192", "128x256"))]
     yield from measured(place, chosen, (rival.COMPILED_PEER, "compiled", "packaged"))
 
 
 def compiled_peer(place: Place) -> Rows:
     """Rivals that torch.compile compiles, next to the solve in one launch. They are of section "rivals"."""
-    wanted = [case for case in of_sections(place, "rivals") if place.small or case.name.endswith("128x8192")]
+    wanted = [case for case in selected(place, "rivals") if place.small or case.name.endswith("128x8192")]
     others = (rival.BY_HAND, *rival.JAX, "packaged", "silva-networks")
     yield from measured(place, wanted, others)
 
@@ -344,19 +284,15 @@ def published(place: Place) -> Rows:
 
 def profile(place: Place) -> Rows:
     """The longest kernels of a solve, of a training step with convolutions and of the study's step."""
-    found = {case.name: case for case in cases.CASES}
+    by_name = {case.name: case for case in cases.CASES}
     wanted = [("picard-128x8192", "cuda"), ("picard-128x8192", "cuda-graph"), ("anderson-m6-128x8192", "cuda-graph")]
     wanted += [("residual-anderson-jfb-32x128x4x4", "cuda")]
 
-    def call_of(name: str, provider: str) -> Callable[[], Any]:
-        return found[name].contender(provider, place.device).call
+    def make_call(name: str, provider: str) -> Callable[[], Any]:
+        return by_name[name].contender(provider, place.device).call
 
-    calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {of: partial(call_of, *of) for of in wanted}
-
-    def study_step_call() -> Callable[[], Any]:
-        return study_step.steppers_of(study_step.settings_of(64, 128, place.device))["deq"].step
-
-    calls["study, width 64, batch 128", "deq"] = study_step_call
+    calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {key: partial(make_call, *key) for key in wanted}
+    calls["study, width 64, batch 128", "deq"] = partial(study_deq_step, place, 64, 128, graphed=False)
     for (name, provider), make in {} if place.small else calls.items():
         if place.has("profile", name, provider):
             continue
@@ -370,7 +306,7 @@ def profile(place: Place) -> Rows:
             continue
         row |= {"launches": seen.launches, "host_waits": seen.host_waits, "device_ms": seen.device_ms}
         longest = sorted(seen.kernels.items(), key=lambda kernel: -kernel[1][1])[:12]
-        yield [row | {"busy": seen.device_ms / row["ms_min"], "kernels": [[name, *told] for name, told in longest]}]
+        yield [row | {"busy": seen.device_ms / row["ms_min"], "kernels": [[name, *usage] for name, usage in longest]}]
 
 
 def study(place: Place) -> Rows:
@@ -505,4 +441,4 @@ def sweeps(place: Place) -> Rows:
 
 def sections(place: Place, *names: str) -> Rows:
     """All cases of sections, except those that train."""
-    yield from measured(place, [case for case in of_sections(place, *names) if not case.name.startswith("digits")])
+    yield from measured(place, [case for case in selected(place, *names) if not case.name.startswith("digits")])

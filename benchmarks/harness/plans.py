@@ -16,22 +16,24 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXTENSION = Phase("extension", 170, "whether the kernels are those of this csrc", "harness.phases:extension", True)
 
 
+def required_tests(small: bool) -> Words:
+    """Beginning of a command of tests, which fail where they would be skipped without a GPU."""
+    required = "DEQFAST_REQUIRE=" + ("" if small else "cuda,triton")
+    return ("env", required, "python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
+
+
 def short(small: bool) -> tuple[Phase, ...]:
     """What has never run on a GPU, and decides most, comes first."""
     study: Words = ("python", "experiments/cifar_lt.py", "--dataset", "shapes", "--preset", "quick", "--model", "deq")
-    study += (
-        "--out",
-        "runs/gpu-study",
-        "--resume",
-        "--kernel",
-        *(("torch", "--device", "cpu") if small else ("triton",)),
-    )
+    study += ("--out", "runs/gpu-study", "--resume", "--kernel")
+    study += ("torch", "--device", "cpu") if small else ("triton",)
     if small:
         study += ("--width", "2", "--epochs", "1", "--n-majority", "10", "--test-images", "10")
+    bits = (*required_tests(small), "tests/test_captured_calls.py", "-k", "bits")
     return (
         EXTENSION,
         Phase("probe", 40, "what launches, graphs and passes of a loop cost: the design", "harness.phases:probe"),
-        Phase("bits", 40, "go or no-go of the loop on the device: bits of the eager loop", "harness.phases:bits"),
+        Phase("bits", 40, "go or no-go of the loop on the device: bits of the eager loop", bits),
         Phase("loops", 60, "the targets of a solve in one launch", "harness.phases:loops"),
         Phase("whole", 80, "the targets of a training step in one launch", "harness.phases:whole_steps"),
         Phase("together", 80, "the target of sixteen studies on one GPU", "harness.phases:together"),
@@ -66,8 +68,7 @@ def layers(small: bool) -> tuple[Phase, ...]:
 
 def checks(small: bool) -> tuple[Phase, ...]:
     """The second run: tests and sanitizers."""
-    required = "DEQFAST_REQUIRE=" + ("" if small else "cuda,triton")  # else tests without a GPU would be skipped
-    pytest: Words = ("env", required, "python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
+    pytest = required_tests(small)
     pytest += ("-n", str(min(os.cpu_count() or 1, 12))) if find_spec("xdist") and not small else ()
     chosen, ignored = "(cuda or triton) and not emulated", tuple(f"--ignore=tests/{path}" for path in ELSEWHERE)
     smoke: Words = ("env", "DEQFAST_SMOKE=1", *pytest, *OPS, "-k", chosen)

@@ -132,7 +132,7 @@ def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row
             moments[provider.name].append([end for _, end in run(problem, provider, NEVER)[2]])
     rows: list[Row] = []
     for provider in compared:
-        ms = [statistics.median(of_call) for of_call in zip(*moments[provider.name], strict=True)]
+        ms = [statistics.median(ends) for ends in zip(*moments[provider.name], strict=True)]
         residuals = [finite(residual) for residual in residuals_on_the_way(problem, provider)]
         row = named(problem, provider, "residual course") | {"evaluations": len(residuals)}
         rows.append(row | {"course": {"ms": ms, "residual": residuals}})

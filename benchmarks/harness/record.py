@@ -109,11 +109,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def commit() -> str:
     """Commit of the checkout, with "+changes" if tracked files other than ``WRITTEN``, or those of a build, differ."""
-    told = os.environ.get("DEQFAST_COMMIT")  # of a copy without git's data
+    given = os.environ.get("DEQFAST_COMMIT")  # of a copy without git's data
     head = recording.commit(RESULTS.parent) or "unknown"
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
     status = ("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no")
-    changed = not told and recording.tool(*status, *others)
+    changed = not given and recording.tool(*status, *others)
     if stale := stale_extensions():
         warnings.warn("; ".join(stale), stacklevel=2)
     return head + ("+changes" if changed or stale else "")

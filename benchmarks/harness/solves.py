@@ -46,8 +46,8 @@ def asked(call: Any, f: Any, evaluations: int, device: str) -> Row:
         peak = memory(lambda: call(f), "cuda")[1]
         if (seen := profiled(lambda: call(f))) is None:
             return {"peak_bytes": peak}
-        told = {"device_ms": seen.device_ms, "host_waits": seen.host_waits, "peak_bytes": peak}
-        return told | {"launches": seen.launches / evaluations}
+        counted = {"device_ms": seen.device_ms, "host_waits": seen.host_waits, "peak_bytes": peak}
+        return counted | {"launches": seen.launches / evaluations}
     return {"launches": launches / evaluations, "host_waits": waits, "peak_bytes": peak}
 
 

@@ -90,11 +90,11 @@ def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
     device, batch, steppers = settings.device, settings.batch_size, steppers_of(settings)
     calls = {model: stepper.step for model, stepper in steppers.items()}
     spent = in_turns(calls, device, rounds=steps, seconds=seconds)
-    told: Row = {"section": "training step", "case": f"width {settings.width}, batch {batch}, {settings.adjoint}"}
-    told |= {name: getattr(settings, name) for name in ("width", "device", "precision", "adjoint", "threads")}
+    about: Row = {"section": "training step", "case": f"width {settings.width}, batch {batch}, {settings.adjoint}"}
+    about |= {name: getattr(settings, name) for name in ("width", "device", "precision", "adjoint", "threads")}
     rows: list[Row] = []
     for model, stepper in steppers.items():
-        row = {**told, "batch": batch, "provider": model, **columns_of(spent[model])}
+        row = {**about, "batch": batch, "provider": model, **columns_of(spent[model])}
         if stepper.evaluations:
             row["evaluations"] = statistics.fmean(stepper.evaluations)
         row["flop"] = stepper.flop()

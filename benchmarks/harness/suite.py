@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .entry import FOREIGN, Case, Contender, Skipped
+from .entry import FOREIGN, Case, Contender, Skipped, fault
 from .record import Row, write_record
 from .timing import Copy, Graph, buffers, in_turns, repeats_of, wait
 
@@ -40,7 +40,7 @@ def measure(
             row |= contender.facts
             contenders[provider] = contender
         except Skipped as reason:
-            row["skipped"] = str(reason)
+            row |= fault(reason)
         except Exception as error:  # one provider must not cost the others their rows
             failed[provider] = error
     if contenders:
@@ -56,8 +56,7 @@ def measure(
             add_times(rows[provider], own, copy.rate(min(times[COPY])), device)
     compare(case, list(rows.values()))
     for provider in set(failed) & set(FOREIGN):  # others' code: the row has the fault
-        wrong = failed.pop(provider)
-        rows[provider]["fault"] = f"{type(wrong).__name__}: {(str(wrong).splitlines() or [''])[0]}"
+        rows[provider] |= fault(failed.pop(provider))
     return rows | failed, contenders
 
 

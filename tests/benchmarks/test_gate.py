@@ -137,8 +137,8 @@ def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_exte
     monkeypatch.setattr(record, "stale_extensions", lambda: ["_C_cpu was built before"])
     with pytest.warns(UserWarning, match="_C_cpu was built before"):
         assert record.commit() == commit + "+changes"
-        monkeypatch.setenv("DEQFAST_COMMIT", "told")
-        assert record.commit() == "told+changes"
+        monkeypatch.setenv("DEQFAST_COMMIT", "copied")
+        assert record.commit() == "copied+changes"
 
 
 def recorded(folder, target, *options):

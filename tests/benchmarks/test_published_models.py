@@ -133,7 +133,7 @@ def results(**shares):
 
 
 def test_a_model_gains_only_if_every_run_does():
-    numbers = report.of_models(results(big=(0.5, 0.7), once=(0.9, 1.0), slow=(1.06, 1.2), slower=(1.01, 1.3)))
+    numbers = report.model_facts(results(big=(0.5, 0.7), once=(0.9, 1.0), slow=(1.06, 1.2), slower=(1.01, 1.3)))
     expected = {"all.gain": "1 of 4", "all.lose": "1 of 4", "whole.gain": "1 of 1", "all.gaining": "0.600"}
     expected |= {"all.training": "1.04", "whole.training": "0.600", "all.forward": "0.500"}
     assert {name: numbers[f"models.{name}"] for name in expected} == expected
