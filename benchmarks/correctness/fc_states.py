@@ -13,7 +13,7 @@ from torch import Tensor
 from deqfast.ops import ACTIVATIONS, Kernel
 from deqfast.ops.steps import StopRule
 
-from . import assert_accurate, rounding
+from .tolerances import assert_accurate, rounding
 
 EVENTS = ("run", "nan", "inf", "overflow", "start", "solved", "tiny")
 

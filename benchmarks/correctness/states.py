@@ -235,11 +235,6 @@ def restore(state: State, flip: int) -> State:
     return {name: undo(tensor) if name in COLUMNS else tensor for name, tensor in state.items()}
 
 
-def differ(a: Tensor, b: Tensor) -> Tensor:
-    """Where the numbers or the NaN of two tensors differ, and zeros by their sign."""
-    return (a != b) & ~(a.isnan() & b.isnan()) | (a.signbit() != b.signbit())
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape or not a.numel():
         return a.dtype == b.dtype and a.shape == b.shape
@@ -266,47 +261,21 @@ def check_run(impl: Callable[..., None], case: Case, device: str = "cpu") -> Sta
 
 
 def compare_step(impl: Callable[..., None], case: Case, before: State) -> State:
-    """Compare a step with the reference, tensor by tensor.
-
-    What the reference leaves as it is, `impl` must leave too, bit for bit. What it copies or counts must have its bits.
-    The pairs of samples that stop in this step may hold anything.
-    """
     after, exact, rounded = outcomes(impl, case, before)
-    same, restored = rounded[0], rounded[:3]
-    held = (after["status"] != 0) | torch.tensor(case.last, device=after["status"].device)
-    assert_same_bits("z of samples that stop", after["z"][held], same["z"][held])
-    sizes = scales(case, before, exact)
-    stopping = held & (before["status"] == 0) & (not case.last)
-    for name in case.names:
-        actual = after[name]
-        if name in WINDOW[1:] and not isinstance(case, StepsCase):
-            actual = actual.clone()
-            actual[stopping] = same[name][stopping]
-        written = torch.stack([differ(state[name], before[name]) for state in restored]).any(dim=0)
-        assert_same_bits(f"{name} elsewhere", actual[~written], before[name][~written])
-        if name not in sizes:
-            assert_same_bits(name, actual, same[name])
-            continue
-        scale, size = sizes[name]
-        each = (actual, *(state[name] for state in (exact, *rounded)))
-        values = [torch.where(written, value.double() / scale, 0) for value in each]
-        if name in ("residual", "progress"):  # the samples are the last dimension
-            values = [value.mT for value in values]
-        check_close(name, case, values[0], values[1], values[2:], size)
+    stepped = check_iterates(case, before, after, exact, rounded)
+    if isinstance(case, StepsCase):
+        check_steps(case, stepped, before, after, exact, rounded)
+    elif case.method is not None and stepped.any():
+        check_untouched_history(case, before, after, stepped)
+        for name in ("left", "df"):
+            for slot in written_slots(case, name):
+                written = [state[name][stepped, slot] for state in (after, exact, *rounded)]
+                # Differences of z and of f: their rounding errors are relative to z and f.
+                size = length(before["z"][stepped]).maximum(length(before["fz"][stepped]))
+                check_close(f"{name}[:, {slot}]", case, written[0], written[1], written[2:], size)
+        if case.k:
+            check_gram(case, stepped, after, exact, rounded)
     return after
-
-
-def scales(case: Case, before: State, exact: State) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-    """Rounded tensors -> their unit, and the length that a sample's rounding errors are relative to.
-
-    Histories are differences of z and of f: their rounding errors are relative to these. A dot product is relative to
-    the lengths of its two vectors.
-    """
-    size = length(before["z"]).maximum(length(before["fz"]))
-    units: dict[str, tuple[Tensor | float, Tensor | float]] = {"z": (1.0, length(exact["z"]))}
-    units |= {name: (1.0, length(exact[name].mT)) for name in ("residual", "progress")}
-    units |= {name: (1.0, size) for name in ("left", "df", "steps")}
-    return units | ({"gram": (gram_scale(case, exact), 1.0)} if "gram" in case.names else {})
 
 
 def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[State, State, list[State]]:
@@ -325,11 +294,101 @@ def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[Stat
     return after, exact, [restore(state, flip) for flip, state in enumerate(rounded)] + jittered
 
 
+def check_iterates(case: Case, before: State, after: State, exact: State, rounded: list[State]) -> Tensor:
+    """Check the iterates and their records; return the mask (B,) of the samples that took a step."""
+    check_copies(case, before, after, rounded[0])
+    ran = before["status"] == 0
+    for name in ("residual", "progress"):
+        written = [state[name][:, ran].mT for state in (after, exact, *rounded)]
+        check_close(name, case, written[0], written[1], written[2:], length(written[1]))
+    stepped = (after["status"] == 0) & (not case.last)
+    if stepped.any():
+        written = [state["z"][stepped] for state in (after, exact, *rounded)]
+        check_close("z", case, written[0], written[1], written[2:], length(written[1]))
+    return stepped
+
+
+def check_copies(case: Case, before: State, after: State, same: State) -> None:
+    """Check that counted or copied values equal the reference, and that finished samples and inputs do not change."""
+    for name in ("status", "iterations", "active", "best"):
+        assert_same_bits(name, after[name], same[name])
+    for name in ("fz", "f_prev"):
+        assert_same_bits(name, after[name], before[name])
+    held = (after["status"] != 0) | torch.tensor(case.last, device=after["status"].device)
+    assert_same_bits("z of samples that stop", after["z"][held], same["z"][held])
+    done = before["status"] != 0
+    for name in case.names:
+        if name not in ("residual", "progress", "active"):
+            assert_same_bits(f"{name} of finished samples", after[name][done], before[name][done])
+    for name in ("residual", "progress"):
+        assert_same_bits(f"{name} of finished samples", after[name][:, done], before[name][:, done])
+    if case.last and case.method is not None:
+        for name in ("left", "df", "gram"):
+            assert_same_bits(f"{name} in the last step", after[name], before[name])
+
+
+def written_slots(case: Case, name: str) -> list[int]:
+    newest = [(case.k - 1) % case.history] if case.k else []
+    if name == "df":
+        return newest
+    y_stored = newest if case.method in ("bad", "and2") else []
+    return sorted({*y_stored, case.k % case.history})
+
+
+def written_gram(case: Case) -> Tensor:
+    """Mask (M + 2, M) of the entries of the window matrix that the step writes."""
+    history, n, newest, slot = case.history, min(case.k, case.history), (case.k - 1) % case.history, case.k
+    mask = torch.zeros(history + 2, history, dtype=torch.bool)
+    if n == 0:
+        return mask
+    mask[:n, newest] = mask[history:, newest] = True
+    if case.method != "good":
+        mask[newest, :n] = True
+    if case.method in ("good", "and1"):
+        mask[slot % history, :n] = True
+    return mask
+
+
+def check_untouched_history(case: Case, before: State, after: State, stepped: Tensor) -> None:
+    for name in ("left", "df"):
+        rest = [slot for slot in range(case.history) if slot not in written_slots(case, name)]
+        assert_same_bits(f"{name} elsewhere", after[name][stepped][:, rest], before[name][stepped][:, rest])
+    unwritten = ~written_gram(case)
+    assert_same_bits("gram elsewhere", after["gram"][stepped][:, unwritten], before["gram"][stepped][:, unwritten])
+
+
+def check_steps(case: Case, stepped: Tensor, before: State, after: State, exact: State, rounded: list[State]) -> None:
+    """The step that was taken and its dots; nothing else is written but `first`."""
+    for same in (exact, rounded[0]):
+        assert_same_bits("first", after["first"], same["first"])
+    steps_written, gram_written = (torch.zeros_like(before[name], dtype=torch.bool) for name in ("steps", "gram"))
+    steps_written[stepped, case.k : case.k + 1] = True
+    gram_written[stepped, max(case.k - 1, 0), : case.k] = True
+    for name, written in (("steps", steps_written), ("gram", gram_written)):
+        assert_same_bits(f"{name} elsewhere", after[name][~written], before[name][~written])
+    if not stepped.any():
+        return
+    # A step is made of differences of f and z: its rounding errors are relative to them.
+    size = length(before["z"][stepped]).maximum(length(before["fz"][stepped]))
+    steps = [state["steps"][stepped, case.k] for state in (after, exact, *rounded)]
+    check_close("steps", case, steps[0], steps[1], steps[2:], size)
+    if case.k:
+        norms = torch.linalg.vector_norm(exact["steps"][stepped, : case.k], dim=-1)
+        scale = norms * norms[:, -1:]
+        scale = torch.where(scale > 0, scale, 1)
+        dots = [s["gram"][stepped, case.k - 1, : case.k].double() / scale for s in (after, exact, *rounded)]
+        check_close("gram", case, dots[0], dots[1], dots[2:], 1.0)
+
+
+def check_gram(case: Case, stepped: Tensor, after: State, exact: State, rounded: list[State]) -> None:
+    """Every written dot product, relative to the product of the lengths of its two vectors."""
+    mask = written_gram(case)
+    scale = gram_scale(case, {name: exact[name][stepped] for name in ("z", "left", "df", "gram")})
+    actual, true, *others = ((s["gram"][stepped].double() / scale)[:, mask] for s in (after, exact, *rounded))
+    check_close("gram", case, actual, true, others, 1.0)
+
+
 def gram_scale(case: Case, exact: State) -> Tensor:
-    if isinstance(case, StepsCase):
-        steps = torch.linalg.vector_norm(exact["steps"], dim=-1)
-        scale = steps[:, :, None] * steps[:, None]
-        return torch.where(scale > 0, scale, 1)
     history, n, slot = case.history, min(case.k, case.history), case.k % case.history
     z, left, df = (torch.linalg.vector_norm(exact[name], dim=-1) for name in ("z", "left", "df"))
     left_norm, y_norm = exact["gram"][:, history:].sqrt().unbind(dim=1)
