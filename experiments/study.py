@@ -7,6 +7,7 @@ Finished runs are kept, and a run that fails does not stop the others.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,13 +18,14 @@ from typing import Any
 from nc_study import protocol
 from nc_study.config import CLASSES, IMBALANCE, RUNNABLE, Settings, arm_options, shown_presets
 from nc_study.data import find_source
-from nc_study.paper import DATA_SETS, FIGURES, TABLES, paper_settings
-from nc_study.scheduler import Task, plan
+from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
+from nc_study.scheduler import Task, hours_left, plan
 from nc_study.training import DIVERGED
+from runs.arguments import Parser
 from runs.files import prepare_out, to_json, write_atomically
-from runs.options import Checked, Parser, SettingsError, StudyError, add_options, flag_of, option, seed_numbers
+from runs.options import Checked, SettingsError, StudyError, add_options, flag_of, option
 from runs.processes import run_all, tell_failed
-from runs.script import resume_hint, run_main
+from runs.script import how_to_go_on, launched, told
 
 from deqfast._checks import did_you_mean
 
@@ -54,12 +56,18 @@ class StudyOptions(Checked):
     )
 
     jobs: int = option("how they are run", "parallel runs, each on the next GPU", 1, minimum=1)
+    processes: int = option("how they are run", "processes, and GPUs, per run", 1, minimum=1)
+    spread: bool = option(
+        "how they are run", "under torchrun: every process takes its share of the runs, without a report", False
+    )
     dry_run: bool = option("how they are run", "print the runs and their progress, and stop", False)
     no_report: bool = option("how they are run", "do not write OUT/report at the end", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        seed_numbers(self.seeds)
+        numbers = self.seeds.split(",")
+        if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
+            raise SettingsError(f"--seeds {self.seeds}: different whole numbers with commas between")
         if unknown := set(self.arms.split(",")) - set(RUNNABLE):
             first = min(unknown)
             raise SettingsError(
@@ -67,13 +75,17 @@ class StudyOptions(Checked):
             )
         if (self.table is not None or self.figure is not None) + (self.protocol is not None) != 1:
             raise SettingsError("which runs? --protocol PART, or --table or --figure (all: the paper's)")
+        if self.spread and not launched():
+            raise SettingsError("--spread: only under torchrun with two or more processes, over which runs are spread")
+        if launched() and not self.spread:
+            raise SettingsError("under torchrun study.py takes --spread; without it --processes N gives each run N")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
     Ctrl-C or SIGTERM."""
     options, tasks = parse(argv)
-    return run_main("study.py", lambda: run_study(options, tasks), resume_hint())
+    return told("study.py", lambda: run_study(options, tasks), how_to_go_on())
 
 
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
@@ -95,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
         options = StudyOptions(
             **{spec.name: given.pop(spec.name) for spec in fields(StudyOptions) if spec.name in given}
         )
-        tasks = plan(wanted(options, given), given)
+        tasks = plan(wanted(options, given), given, options.processes)
     except StudyError as error:
         parser.error(str(error))
     return options, tasks
@@ -105,8 +117,8 @@ def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, An
     """Options that name each run, all arms of a seed together. Raises StudyError if the user may not choose a setting
     given for all runs, or if --protocol rates has not chosen rates yet."""
     if options.protocol is None:
-        chosen = paper_settings(options.table, options.figure, options.dataset)
-        each = product(seed_numbers(options.seeds), chosen, options.arms.split(","))
+        chosen = settings_of(options.table, options.figure, options.dataset)
+        each = product(map(int, options.seeds.split(",")), chosen, options.arms.split(","))
         return [{**setting.options, "seed": seed, **arm_options(arm)} for seed, setting, arm in each]
     if fixed := [flag_of(name) for name in given if name not in protocol.MACHINE]:
         raise SettingsError(f"{', '.join(fixed)}: experiments/protocol.md decides it")
@@ -115,38 +127,48 @@ def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, An
 
 def conclude_trials(tasks: list[Task], failed: Mapping[Task, str]) -> None:
     """Write the results of the trials, and the rates that they choose."""
-    finished = []
+    found = []
     for task in tasks:
         diverged = DIVERGED in failed.get(task, "")
         if diverged or (task.finished and task not in failed):
-            own, overall = task.settings, None if diverged else task.run.result.network.quantity("overall")
-            finished.append(protocol.Rate(own.arm, own.ratio or 0, own.weight_decay, own.lr, overall))
-    if len(finished) < len(protocol.rates().trials):
-        print(f"{len(finished)} of {len(tasks)} trials: {protocol.CHOSEN}, which has more, stays")
+            one, overall = task.settings, None if diverged else task.run.result.network.quantity("overall")
+            found.append(protocol.Rate(one.arm, one.ratio or 0, one.weight_decay, one.lr, overall))
+    if len(found) < len(protocol.rates().trials):
+        print(f"{len(found)} of {len(tasks)} trials: {protocol.CHOSEN}, which has more, stays")
         return
-    write_atomically(protocol.CHOSEN, to_json(protocol.choose_rates(finished), indented=True))
-    print(f"{len(finished)} of {len(tasks)} trials: {protocol.CHOSEN}")
+    write_atomically(protocol.CHOSEN, to_json(protocol.choose_rates(found), indented=True))
+    print(f"{len(found)} of {len(tasks)} trials: {protocol.CHOSEN}")
 
 
 def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     """Run the unfinished tasks, then report; return the exit status."""
+    if obstacle := tasks[0].obstacle:
+        print(f"kernel: {tasks[0].settings.kernel}, for {obstacle}", flush=True)
+    if options.spread:
+        tasks = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
     conflicts = {task: conflict for task in tasks if (conflict := task.conflict())}
     if options.dry_run:
+        hours = hours_left(task for task in tasks if task not in conflicts)
         print(f"{len(tasks)} runs")
         for task in tasks:
-            print(f"  {task}: {conflicts.get(task) or task.state()}")
+            left = f", {hours[task]:.1f} h" if task in hours else ""
+            print(f"  {task}: {conflicts.get(task) or task.state()}{left}")
+        print(f"about {sum(hours.values()):.1f} h are left, one run at a time, by steps timed now")
         return 1 if conflicts else 0
+    if not tasks:
+        return 0
     settings = tasks[0].settings
     out = Path(settings.out)
     prepare_out(out)
     possible = [task for task in tasks if task not in conflicts]
     for name in {task.settings.dataset for task in possible if not task.finished}:
         find_source(name, Path(settings.data_root))  # at once, and downloaded once
-    failed = run_all(possible, options.jobs) | conflicts
+    first_slot = int(os.environ.get("LOCAL_RANK", 0)) * options.jobs
+    failed = run_all(possible, options.jobs, first_slot) | conflicts
     status = tell_failed("study.py", failed)
     if options.protocol == "rates":
         conclude_trials(tasks, failed)
-    elif not options.no_report and any(task.finished for task in tasks):
+    elif not (options.no_report or options.spread) and any(task.finished for task in tasks):
         from nc_study.reporting import report  # late: it draws figures, and the runs need none
 
         print(f"report: {report.write(report.collect([out]), out / 'report')}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from nc_study.config import settings_from
 from nc_study.data import find_source, load
-from nc_study.networks import build
+from nc_study.models import build
 from nc_study.rundir import RunDirectory
 from runs.options import StudyError
 from torch import nn
@@ -31,7 +31,7 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     if not folder.finished:
         raise StudyError(f"{run} is not the folder of a finished run: it has no result.json")
     recorded = {name: value for name, value in vars(folder.result.settings).items() if value is not None}
-    here = {"device": "cpu", "kernel": "auto", "data_root": str(data_root or "data")}
+    here = {"device": "cpu", "kernel": "auto", "compile": False, "data_root": str(data_root or "data")}
     settings = settings_from(**(recorded | here))
     network = build(settings)
     if settings.model != "deq" or not (state := folder.restore()):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from runs.options import Checked, Parser, SettingsError, add_options, option
+from runs.arguments import Parser
+from runs.options import Checked, SettingsError, add_options, option
 from runs.provenance import multiplies_bf16
 from runs.steps import DEVICES, chosen_device, eager_option
 
@@ -174,7 +175,7 @@ class Experiment(Checked):
 
     device: str = option(
         "machine",
-        "where to train",
+        "where to train; several GPUs: torchrun --nproc-per-node N in place of python",
         "auto",
         choices=DEVICES,
     )
@@ -184,6 +185,7 @@ class Experiment(Checked):
         choices=("auto", "fp32", "bf16"),
     )
     tf32: bool = option("machine", "on a GPU, round operands of the last block's convolutions to TF32", False)
+    compile: bool = option("machine", "torch.compile everything except the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,13 @@ from runs.options import StudyError
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import distributed
 from .config import Settings
 from .shapes import draw_shapes
 
 PAD = 4
 NETWORK_SECONDS = 10.0
+DAY_SECONDS = 86400.0  # no download takes that long
 CHANNELS = {
     "cifar10": ((0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)),
     "cifar100": ((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615)),
@@ -68,22 +72,24 @@ class StudyData:
 
     def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled batches of one epoch, cropped and flipped if the data are to be augmented. They depend only on
-        (seed, epoch), on every device."""
+        (seed, epoch), on every device. Each of several processes gets its share of every batch."""
         device, total = self.train_images.device, len(self.train_images)
         stream = generator(seed, epoch)
         order = torch.randperm(total, generator=stream).to(device)
         offsets = torch.randint(2 * PAD + 1, (total, 2), generator=stream).to(device)
         flips = torch.randint(2, (total,), generator=stream).bool().to(device)
         for start in range(0, total, batch_size):
-            part = slice(start, start + batch_size)
+            part = distributed.share(start, min(start + batch_size, total))
             images = self.train_images[order[part]]
             images = crop_and_flip(images, offsets[part], flips[part]) if self.augmented else images
             yield self.normalise(images), self.train_labels[order[part]]
 
     def plain(self, split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images of "train" or "test" in their order and not augmented."""
-        images, labels = (getattr(self, f"{split}_{part}") for part in ("images", "labels"))
-        for start in range(0, len(images), batch_size):
+        """Images of "train" or "test", or this process's share of them, in their order and not augmented. Without any
+        images, an empty batch."""
+        mine = distributed.share(0, len(getattr(self, f"{split}_labels")))
+        images, labels = (getattr(self, f"{split}_{part}")[mine] for part in ("images", "labels"))
+        for start in range(0, max(1, len(images)), batch_size):
             yield self.normalise(images[start : start + batch_size]), labels[start : start + batch_size]
 
 
@@ -114,10 +120,10 @@ def class_sizes(settings: Settings) -> list[int]:
 def shuffled_classes(labels: np.ndarray) -> list[np.ndarray]:
     """Indices of each class, class after class, in the order of LDAM-DRW, which its random numbers give."""
     random = np.random.RandomState(0)
-    order = [np.where(labels == label)[0] for label in range(labels.max() + 1)]
-    for indices in order:
+    found = [np.where(labels == label)[0] for label in range(labels.max() + 1)]
+    for indices in found:
         random.shuffle(indices)
-    return order
+    return found
 
 
 def select_images(labels: np.ndarray, sizes: list[int], held_out: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -129,9 +135,7 @@ def select_images(labels: np.ndarray, sizes: list[int], held_out: int = 0) -> tu
             kept = f" and {held_out} for --evaluate validation" if held_out else ""
             raise StudyError(f"--n-majority {size}{kept}: class {label} has {len(indices)} images")
     kept_out = [np.sort(indices[len(indices) - held_out :]) for indices in order]
-    return np.concatenate([indices[:size] for indices, size in zip(order, sizes, strict=True)]), np.concatenate(
-        kept_out
-    )
+    return np.concatenate([one[:size] for one, size in zip(order, sizes, strict=True)]), np.concatenate(kept_out)
 
 
 def find_source(dataset: str, root: Path) -> Source:
@@ -220,6 +224,9 @@ def _download(kind: Any, root: Path) -> None:
     socket.setdefaulttimeout(NETWORK_SECONDS)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        for old in root.glob(".download-*"):  # of processes that were killed
+            if time.time() - old.stat().st_mtime > DAY_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
             kind(temporary, download=True)
             os.replace(Path(temporary) / kind.base_folder, root / kind.base_folder)

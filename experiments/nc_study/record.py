@@ -42,8 +42,8 @@ Collapse = dict[str, int | float | None]
 """Fields of `deqfast.NCResult` of the training images; None if a metric is not defined."""
 
 
-def _check_collapse(metrics: Collapse | None) -> None:
-    if metrics is not None and (absent := [name for name in MEASURED if name not in metrics]):
+def _check_collapse(found: Collapse | None) -> None:
+    if found is not None and (absent := [name for name in MEASURED if name not in found]):
         raise ValueError(f"nc has no {absent[0]}")
 
 
@@ -193,11 +193,11 @@ class NetworkResult:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernel requested and kernel used; in old records also why they differ."""
+    """Kernel requested, kernel used, and why they differ (None if they do not)."""
 
     requested: str
     used: str
-    reason: str | None = None
+    reason: str | None
 
 
 @dataclass(frozen=True)
@@ -216,12 +216,12 @@ class RunResult(Recorded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = self.settings
+        one = self.settings
         if self.steps not in (EAGER, GRAPHED):
             raise ValueError(f"steps {self.steps}: {EAGER} or {GRAPHED}")
-        if self.arm not in ARMS or self.arm != own.arm:
-            raise ValueError(f"arm {self.arm}: {own.arm}, as the settings say, and one of {', '.join(ARMS)}")
-        if "auto" in (own.preset, own.dataset, own.device, own.precision):
+        if self.arm not in ARMS or self.arm != one.arm:
+            raise ValueError(f"arm {self.arm}: {one.arm}, as the settings say, and one of {', '.join(ARMS)}")
+        if "auto" in (one.preset, one.dataset, one.device, one.precision):
             raise ValueError("settings must have a preset, data set, device and precision, not auto")
 
     @property

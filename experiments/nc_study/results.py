@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from runs.provenance import provenance
 from runs.script import command_line
 
-from . import record
+from . import distributed, record
 from .config import Settings
 from .paper import PAPER, differences, on_cifar
 
@@ -39,7 +39,7 @@ def run_result(
         network=network,
         command=command_line(),
         steps=steps,
-        **provenance(settings.threads, settings.device, settings.precision),
+        **provenance(settings.threads, settings.device, distributed.world_size(), settings.precision),
     )
 
 
@@ -54,7 +54,7 @@ def network_result(
     assert final.nc is not None  # the last epoch has it
     groups = {group: [getattr(epoch, group) for epoch in last] for group in record.GROUPS}
     accuracy = {group: record.Spread.of(values) for group, values in groups.items() if None not in values}
-    spent = [round(sum(getattr(epoch.seconds, part) for epoch in epochs), 1) for part in ("train", "test", "metrics")]
+    spent = [round(sum(getattr(one.seconds, part) for one in epochs), 1) for part in ("train", "test", "metrics")]
     solves = [epoch.train_solver for epoch in epochs if epoch.train_solver]
     solver = None
     if solves:
@@ -79,16 +79,16 @@ def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
     columns of the solves in training, and of each pass with fixed weights (None without a pass)."""
     shots = (name for name in record.SHOTS if getattr(epochs[-1], name) is not None)
     names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS, *shots)
-    columns: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    columns |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.MEASURED}
+    found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
+    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.MEASURED}
     if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
-        columns |= {name: tuple(getattr(solve, name) for solve in solves) for name in record.SOLVED}
+        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in record.SOLVED}
     for part in record.PASSES:
         passes = [getattr(epoch, f"{part}_solver") for epoch in epochs]
         if any(passes):
-            for name in (*record.SOLVER_MEANS, *record.SOLVER_COUNTS):
-                columns[f"{part}_{name}"] = tuple(solve and getattr(solve, name) for solve in passes)
-    return columns
+            columns = (*record.SOLVER_MEANS, *record.SOLVER_COUNTS)
+            found |= {f"{part}_{name}": tuple(one and getattr(one, name) for one in passes) for name in columns}
+    return found
 
 
 def _mean(values: Iterable[record.Number]) -> record.Number:
@@ -111,21 +111,17 @@ def report(results: Sequence[record.RunResult]) -> str:
         f"not comparable with the paper: {', '.join(apart)}" if apart else "",
     ]
     for result in results:
-        network, quantity = result.network, result.network.quantity
-        known = {group: quantity(group) for group in record.GROUPS}
-        known |= {shot: network.curves[shot][-1] for shot in record.SHOTS if shot in network.curves}
-        lines += ["", f"{result.arm}: {_listed(known, '.2f')}", f"  last epochs: {_listed(vars(network.accuracy))}"]
+        known = {group: result.network.quantity(group) for group in record.GROUPS}
+        known |= {shot: result.network.curves[shot][-1] for shot in record.SHOTS if shot in result.network.curves}
+        ended = ", ".join(f"{group} {value:.2f}" for group, value in known.items() if value is not None)
+        lines += ["", f"{result.arm}: {ended}", f"  last epochs: {_groups(result.network.accuracy)}"]
         if paper := printed.get(result.settings.model):
-            lines.append(f"  paper: {_listed(vars(paper))}")
+            lines.append(f"  paper: {_groups(paper)}")
         names = {name: name.upper().replace("_CENTERED", " centred") for name in SIDE_BY_SIDE}
-        metrics = {shown: quantity(name) for name, shown in names.items()}
-        undefined = ", ".join(f"{name} undefined" for name, value in metrics.items() if value is None)
-        lines += [f"  {', '.join(filter(None, (_listed(metrics, '.4g'), undefined)))}", _costs(result)]
+        metrics = {shown: result.network.quantity(name) for name, shown in names.items()}
+        shown = (f"{name} {'undefined' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
+        lines += [f"  {', '.join(shown)}", _costs(result)]
     return "\n".join(lines)
-
-
-def _listed(values: Mapping[str, object], form: str = "") -> str:
-    return ", ".join(f"{name} {value:{form}}" for name, value in values.items() if value is not None)
 
 
 def difference(results: Sequence[record.RunResult]) -> str:
@@ -140,10 +136,19 @@ def difference(results: Sequence[record.RunResult]) -> str:
     )
 
 
+def _groups(accuracy: record.Accuracy) -> str:
+    known = {group: getattr(accuracy, group) for group in record.GROUPS}
+    return ", ".join(f"{group} {spread}" for group, spread in known.items() if spread)
+
+
 def _costs(result: record.RunResult) -> str:
     settings, network = result.settings, result.network
-    text = f"  {network.parameters} parameters; {network.seconds.total:.0f} s"
-    if solver := network.solver:
+    seconds, solver = network.seconds, network.solver
+    text = (
+        f"  {network.parameters} parameters; {seconds.train:.0f} s of training, "
+        f"{seconds.test:.0f} s of testing, {seconds.metrics:.0f} s of metrics"
+    )
+    if solver:
         text += (
             f"\n  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
             f"{solver.iterations:.1f} evaluations per sample, {100 * (solver.converged or 0):.2f} % converged, "

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from runs.options import StudyError
+from runs.script import is_first
 from runs.steps import EAGER, GRAPHED, graphed, state_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,15 +19,17 @@ from tqdm import tqdm
 
 import deqfast
 
+from . import distributed
 from .config import Settings
-from .data import StudyData
+from .data import Source, StudyData, load
+from .models import build, project
 from .moments import Arrays, moments
-from .networks import build, project
 from .record import AVERAGED, GROUPS, SHOTS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 250  # on a CPU, with 1000 the explicit network takes a third longer per image
 WARM_UP = 0.05
+PACE_STEPS = 3
 DIVERGED = "the loss is no longer finite"
 
 
@@ -64,8 +68,8 @@ class SolverTally:
         return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def summary(self) -> SolverSummary | None:
-        """Summary over the samples; only finite residuals count. None if nothing was solved."""
-        sums = dict(zip(self._FIELDS, self._sums.tolist(), strict=True))
+        """Summary over the samples of all processes; only finite residuals count. None if nothing was solved."""
+        sums = dict(zip(self._FIELDS, distributed.total(self._sums).tolist(), strict=True))
         if not sums["samples"]:
             return None
         means: dict[str, Any] = {name: sums[name] / sums[by] if sums[by] else None for name, by in self._MEANS.items()}
@@ -101,10 +105,10 @@ def learning_rate(settings: Settings, done: float) -> float:
 
 
 def how_steps_run(settings: Settings) -> str:
-    """GRAPHED, as one launch each: on a GPU, unless --eager is given, or the host directs the solves, as with kernel
-    torch and the gradient unrolled. Else EAGER."""
-    by_host = settings.eager or settings.kernel == "torch" or settings.adjoint == "unrolled"
-    return EAGER if settings.device != "cuda" or by_host else GRAPHED
+    """GRAPHED, as one launch each: on one GPU, unless --eager or --compile is given, or the host directs the solves, as
+    with kernel torch and the gradient unrolled. Else EAGER."""
+    by_host = settings.eager or settings.compile or settings.kernel == "torch" or settings.adjoint == "unrolled"
+    return EAGER if settings.device != "cuda" or by_host or distributed.world_size() > 1 else GRAPHED
 
 
 def is_measured(settings: Settings, epoch: int) -> bool:
@@ -119,7 +123,7 @@ def is_tested(settings: Settings, epoch: int) -> bool:
 
 
 class Trainer:
-    """Network that the settings name, its optimiser, and its training data."""
+    """Network that the settings name, its optimiser, and its training data, of which every process takes its share."""
 
     def __init__(self, settings: Settings, data: StudyData) -> None:
         self.settings = settings
@@ -127,11 +131,12 @@ class Trainer:
         self.network = build(settings)
         shares = torch.tensor(data.counts, device=data.train_images.device) / sum(data.counts)
         self.offsets = shares.log() if settings.loss == "logit-adjusted" else torch.zeros_like(shares)
+        self.parallel = distributed.parallel(self.network)
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
         )
         self.steps = how_steps_run(settings)
-        self._step: Any = self._whole_step
+        self._step: Callable[[Any], Any] = self._whole_step
         if self.steps == GRAPHED:
             self._step = graphed(self._step, self.optimizer, data.train_images.device)
         # If the first step is skipped, the momenta that it makes would stay unset.
@@ -171,8 +176,11 @@ class Trainer:
             if progress.update():  # redrawn a few times per second: only then are the sums fetched from the device
                 shown, _, count = sums.tolist()
                 progress.set_postfix_str(f"epoch {epoch}, loss {shown / max(1, count):.3f}")
-        loss, right, count = sums.tolist()
+        distributed.share_statistics(self.network)
+        loss, right, count = distributed.total(sums).tolist()
         if not math.isfinite(loss):
+            if not is_first():
+                raise SystemExit(1)
             raise StudyError(f"{DIVERGED} in epoch {epoch}: --lr {settings.lr:g} is too large")
         return {
             "lr": rate,
@@ -183,7 +191,7 @@ class Trainer:
 
     def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
         """Make a step of the optimiser, if any sample of the whole batch is kept. Return loss, right answers and number
-        of kept samples. The host waits only for the solve, and for nothing if steps are graphs."""
+        of this process's kept samples. The host waits only for the solve, and for nothing if steps are graphs."""
         sums, solves = self._step((images, labels))
         if solves is not None:
             tally.add_sums(solves)
@@ -192,12 +200,13 @@ class Trainer:
     def _whole_step(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
         images, labels = batch
         with autocast(self.settings):
-            logits, _, solution = self.network(images)
+            logits, _, solution = self.parallel(images)
         kept = torch.ones_like(labels, dtype=torch.bool) if solution is None else usable(solution)
         losses = sample_losses(logits + self.offsets, labels, kept)
-        count = kept.sum()
+        count = distributed.total(kept.sum())
         self.optimizer.zero_grad()
-        (losses.sum() / count.clamp(min=1)).backward()
+        # The gradients of the processes are averaged, but their sum is needed.
+        (losses.sum() * distributed.world_size() / count.clamp(min=1)).backward()
         # A GradScaler sets this: if it is 1 on the device, the fused step is skipped.
         self.optimizer.found_inf = (count == 0).float()  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -208,7 +217,7 @@ class Trainer:
 
     @torch.no_grad()
     def infer(self, split: str) -> Inference:
-        """Make a pass over all samples of "train" or "test", not augmented."""
+        """Make a pass over all samples of "train" or "test", not augmented; every process gets the whole result."""
         self.network.eval()
         tally = SolverTally(self.data.train_images.device)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -218,7 +227,7 @@ class Trainer:
             if output.solution is not None:
                 tally.add(output.solution)
             parts.append((output.logits.argmax(1), labels, output.features))
-        predictions, labels, features = (torch.cat(part) for part in zip(*parts, strict=True))
+        predictions, labels, features = (distributed.gather(torch.cat(one)) for one in zip(*parts, strict=True))
         return Inference(predictions, labels, features, tally.summary())
 
     def measure_collapse(self) -> tuple[dict[str, Any], Arrays]:
@@ -227,31 +236,52 @@ class Trainer:
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        numbers = {name: value for name, value in result._asdict().items() if isinstance(value, int | float)}
-        collapse: Collapse = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        numbers = {name: one for name, one in result._asdict().items() if isinstance(one, int | float)}
+        collapse: Collapse = {name: one if math.isfinite(one) else None for name, one in numbers.items()}
         return {"nc": collapse, "nc_solver": seen.solver}, moments(seen.features, seen.labels, weight)
 
 
 def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     """Train a network from the state in the run directory to the last epoch, with a line and a checkpoint per epoch."""
     trainer = Trainer(settings, data)
-    state = run.restore()
+    state = distributed.from_first(run.restore)
     done = state["epoch"] if state else 0
-    run.cut(done)  # lines logged after the checkpoint
+    distributed.from_first(run.cut, done)  # lines logged after the checkpoint
     if state:
         run.take_over(state, network=trainer.network, optimizer=trainer.optimizer)
     if 0 < done < settings.epochs:
         print(f"{settings.arm}: continues after epoch {done}", flush=True)
-    steps = data.steps(settings.batch_size)
-    total, bar = settings.epochs * steps, {"desc": settings.arm, "unit": "batch", "disable": None}
-    with tqdm(total=total, initial=done * steps, **bar) as progress:
+    steps, first = data.steps(settings.batch_size), is_first()
+    bar = {"desc": settings.arm, "unit": "batch", "disable": None if first else True}  # None: not a terminal
+    with tqdm(total=settings.epochs * steps, initial=done * steps, **bar) as progress:
         for epoch in range(done + 1, settings.epochs + 1):
             line, saved = trainer.run_epoch(epoch, progress)
-            run.append(line, saved)
-            run.save(trainer.state(epoch))
+            distributed.from_first(run.append, line, saved)
+            distributed.from_first(run.save, trainer.state(epoch))
             progress.write(describe(settings.arm, line, settings.epochs))
             sys.stdout.flush()
     return trainer
+
+
+def pace(settings: Settings) -> tuple[float, float]:
+    """Seconds that an image takes in a step of training and in evaluation, measured on drawn images."""
+    name, batch = "shapes" if settings.classes == 10 else "shapes100", settings.batch_size
+    each, tested = -(-batch // settings.classes), max(batch, settings.classes)
+    balanced = replace(settings, study="cifar_balanced", majority=None, ratio=None, imbalance="step")
+    small = replace(balanced, dataset=name, n_majority=each, test_images=tested, evaluate="test")
+    torch.set_num_threads(settings.threads)
+    trainer = Trainer(small, load(Source(name, ""), small, torch.device(settings.device)))
+    images, labels = next(trainer.data.epoch(0, 1, batch))
+    trainer.network.train()
+    tally = SolverTally(images.device)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    step = min(seconds(lambda: trainer.train_step(images, labels, tally).tolist()) for _ in range(PACE_STEPS))
+    return step / batch, seconds(lambda: trainer.infer("test").predictions.tolist()) / tested
 
 
 def accuracies(test: Inference, data: StudyData) -> dict[str, Any]:

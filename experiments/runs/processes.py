@@ -91,13 +91,13 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 
-def run_all(runs: Sequence[R], jobs: int) -> dict[R, str]:
-    """Do the unfinished runs, `jobs` at a time; return the reasons of failed ones.
+def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
+    """Do the unfinished runs, `jobs` at a time, in slots from `first_slot` on; return the reasons of failed ones.
 
     A run that fails stops no other. A KeyboardInterrupt stops all of them.
     """
     waiting = [run for run in runs if not run.finished]
-    free, at_work = list(range(jobs)), dict[R, Child]()
+    free, at_work = list(range(first_slot, first_slot + jobs)), dict[R, Child]()
     failed: dict[R, str] = {}
     tqdm.set_lock(_progress_lock())
     with tqdm(desc="runs", total=len(runs), initial=len(runs) - len(waiting), disable=None) as bar:
@@ -137,13 +137,13 @@ def run_all(runs: Sequence[R], jobs: int) -> dict[R, str]:
 
 def unreadable(runs: Iterable[R], read: Callable[[R], object]) -> dict[R, str]:
     """Return the runs with a file that cannot be read, and why; other errors are raised."""
-    reasons = {}
+    found = {}
     for run in runs:
         try:
             read(run)
         except Unreadable as error:
-            reasons[run] = str(error)
-    return reasons
+            found[run] = str(error)
+    return found
 
 
 def made(records: Mapping[R, T], make: Callable[[list[T]], M]) -> tuple[M | None, dict[R, str]]:
@@ -158,10 +158,10 @@ def made(records: Mapping[R, T], make: Callable[[list[T]], M]) -> tuple[M | None
         try:
             return make(left), unfit
         except Exception:
-            refused = unreadable([run for run in records if run not in unfit], alone)
-            if not refused or len(refused) == len(left) > 1:  # what fails for every record is not damage
+            found = unreadable([run for run in records if run not in unfit], alone)
+            if not found or len(found) == len(left) > 1:  # what fails for every record is not damage
                 raise
-            unfit |= refused
+            unfit |= found
     return None, unfit
 
 
@@ -179,8 +179,8 @@ def reason(run: Run, status: int) -> str:
         return f"ended by {signal.Signals(-status).name}{hint}"
     text = run.log.read_text(errors="replace") if run.log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if ": error: " in line] or lines
-    return errors[-1] if errors else f"exit status {status}"
+    told = [line for line in lines if ": error: " in line] or lines
+    return told[-1] if told else f"exit status {status}"
 
 
 def _work(name: str, work: Callable[[], object], log: Path, lock: Any) -> None:

@@ -31,7 +31,7 @@ class Machine:
     processes: int = 1
     bf16: str | None = None
     """How a CPU computed products of bfloat16: by its "instructions", or by "float32 kernels" (see
-    `nc_study.networks.Conv2d`). None without such products, and in records older than this field, all of which had the
+    `nc_study.models.Conv2d`). None without such products, and in records older than this field, all of which had the
     instructions."""
 
 
@@ -50,7 +50,7 @@ class Recorded:
             raise ValueError("versions have no torch")
 
 
-def provenance(threads: int, device: str, precision: str = "fp32") -> dict[str, Any]:
+def provenance(threads: int, device: str, processes: int = 1, precision: str = "fp32") -> dict[str, Any]:
     """Fields of `Recorded` for this machine and time; `device` is "cpu" or "cuda"."""
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     products = "instructions" if multiplies_bf16() else "float32 kernels"
@@ -59,6 +59,7 @@ def provenance(threads: int, device: str, precision: str = "fp32") -> dict[str, 
         cores=os.cpu_count(),
         threads=threads,
         gpu=gpu,
+        processes=processes,
         bf16=products if (device, precision) == ("cpu", "bf16") else None,
     )
     versions = {"python": platform.python_version(), "deqfast": deqfast.__version__}
@@ -76,5 +77,5 @@ def provenance(threads: int, device: str, precision: str = "fp32") -> dict[str, 
 def multiplies_bf16() -> bool:
     """Return whether the CPU has instructions for products of bfloat16. Without them bfloat16 is slower than
     float32."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))

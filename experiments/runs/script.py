@@ -21,14 +21,27 @@ CLOSED_PIPE = 128 + signal.SIGPIPE
 STREAM_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
+def launched() -> bool:
+    """Return whether torchrun, or a launcher that sets the same variables, has started several processes."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
+
+
+def is_first() -> bool:
+    """Return whether this is the process that prints and writes."""
+    return not launched() or int(os.environ["RANK"]) == 0
+
+
 def command_line() -> str:
     """Command that started this process; its script is relative to the working directory if it is below that."""
+    start = ["python"]
+    if launched():
+        start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])]
     script = os.path.relpath(sys.argv[0])
-    words = ["python", sys.argv[0] if script.startswith(os.pardir) else script, *sys.argv[1:]]
+    words = [*start, sys.argv[0] if script.startswith(os.pardir) else script, *sys.argv[1:]]
     return shlex.join(map(as_text, words))
 
 
-def resume_hint(added: str = "") -> str:
+def how_to_go_on(added: str = "") -> str:
     """Message after an interrupt; `added` is what the command needs to resume."""
     return f"what is finished is saved; this command continues:\n  {command_line()}{added}"
 
@@ -43,7 +56,7 @@ def end_with(wait: Callable[[], object]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_main(script: str, work: Callable[[], int], when_interrupted: str) -> int:
+def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
     """Do the work of a script and return its exit status. A StudyError becomes a line on stderr and 1. Ctrl-C becomes
     130 and the line `when_interrupted`.
 
@@ -67,7 +80,7 @@ def run_main(script: str, work: Callable[[], int], when_interrupted: str) -> int
     except StudyError as error:
         return _fail(f"{script}: error: {error}", 1)
     except KeyboardInterrupt:
-        return _fail(f"\ninterrupted; {when_interrupted}", 130)
+        return _fail(f"\ninterrupted; {when_interrupted}" if is_first() else "", 130)
     except OSError as error:
         if error.filename is not None or error.errno not in STREAM_ERRORS:
             raise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nc_study.reporting.document import render, write_page
-from runs.files import prepare_out, write_atomically
+from nc_study.reporting.document import narrow, render, to_html
+from runs.files import prepare_out, reading, write_atomically
 from runs.processes import made, unreadable
 from runs.style import png
 
@@ -18,13 +19,38 @@ LISTED = 12  # units not measured that are named
 TITLE = "Separation and bias of deep equilibrium models: what was measured"
 
 
-def write(experiments: Iterable[Experiment], preset: str, folder: Path) -> Path:
-    """Write report.md, report.html and figures/ from the records of finished units; the path of the Markdown."""
+def write(experiments: Iterable[Experiment], preset: str, folder: Path, keep: bool = False) -> Path:
+    """Write report.md, report.html and figures/ from the records of finished units; the path of the Markdown.
+
+    With `keep` the sections of other experiments stay as report.md has them.
+    """
     prepare_out(folder / "figures")
+    before = _sections(folder / "report.md") if keep else {}
     parts = [part for experiment in experiments if (part := _part(experiment, preset, folder))]
     template = Path(__file__).with_name("separation.md")
-    text = render(template, title=TITLE, preset=preset, sources=SOURCES.items(), parts=parts)
-    return write_page(TITLE, text, folder / "report.md")
+    text = narrow(render(template, title=TITLE, preset=preset, sources=SOURCES.items(), parts=parts))
+    if before:
+        made = _divided(text)
+        text = made.pop("") + "".join(part for title, part in {**before, **made}.items() if title)
+        text = text.rstrip("\n") + "\n"
+    write_atomically(folder / "report.md", text)
+    write_atomically(folder / "report.html", to_html(TITLE, text, folder))
+    return folder / "report.md"
+
+
+def _sections(page: Path) -> dict[str, str]:
+    """Read the sections of an earlier report; none without one."""
+    if not page.exists():
+        return {}
+    with reading(page, "remove it to have the report written without its other sections"):
+        text = page.read_text(encoding="utf-8")
+    return _divided(text)
+
+
+def _divided(text: str) -> dict[str, str]:
+    """Divide a report at its titles; the text before the first one has an empty name."""
+    start, *parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    return {"": start} | {part.partition("\n")[0].removeprefix("## "): part.rstrip("\n") + "\n\n" for part in parts}
 
 
 def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:
@@ -33,23 +59,25 @@ def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] |
     finished = [job for job in jobs if job.finished]
     if not finished:
         return None
-    records: dict[Job, Record] = {}
-    left_out = unreadable(finished, lambda job: records.update({job: job.record}))
-    section, unfit = made(records, lambda some: experiment.section(sizes, {each.unit: each.result for each in some}))
+    found: dict[Job, Record] = {}
+    left_out = unreadable(finished, lambda job: found.update({job: job.record}))
+    section, unfit = made(found, lambda some: experiment.section(sizes, {one.unit: one.result for one in some}))
     left_out |= unfit
     part = {"title": experiment.title, "left_out": list(left_out.values()), "measured": section is not None}
     if section is None:
         return part
-    used = [record for job, record in records.items() if job not in left_out]
+    records = {job: record for job, record in found.items() if job not in left_out}
     for picture in section.pictures:
         write_atomically(folder / "figures" / f"{picture.name}.png", png(picture.figure))
     missing = [str(job) for job in jobs if not job.finished]
-    last = max(record.finished for record in used)
-    origins = Counter((record.versions["torch"], record.machine.cpu, str(record.commit)[:7]) for record in used)
-    shown = "; ".join(f"{n} with torch {torch} on {cpu} at commit {at}" for (torch, cpu, at), n in origins.items())
+    last = max(one.finished for one in records.values())
+    kinds = Counter((one.versions["torch"], one.machine.cpu, str(one.commit)[:7]) for one in records.values())
+    origins = "; ".join(
+        f"{n} with torch {torch} on {cpu} at commit {commit}" for (torch, cpu, commit), n in kinds.items()
+    )
     return part | {
         **vars(section),
         "verdicts": list(map(vars, section.claims)),
         "missing": missing if len(missing) <= LISTED else [f"{len(missing)} units"],
-        "provenance": f"{len(used)} of {len(jobs)} units: {shown}; finished {last}",
+        "provenance": f"{len(records)} of {len(jobs)} units: {origins}; finished {last}",
     }

@@ -18,9 +18,9 @@ from study_helpers import EXPERIMENTS, run_script
 SETTING = Setting("cifar10", 3, 10)
 
 
-def test_seeds_and_settings_are_a_group(made_up):
+def test_seeds_and_settings_are_one_group(made_up):
     root = made_up().parent
-    made_up(seed=1, kernel="torch", metrics_every=1)
+    made_up(seed=1, kernel="torch", metrics_every=1, compile=True)
     made_up(ratio=100)
     made_up(adjoint="implicit", seed=1)
     made_up(study="cifar_balanced")
@@ -30,7 +30,7 @@ def test_seeds_and_settings_are_a_group(made_up):
     assert {arm: list(group.networks(SETTING, arm)) for arm in arms} == arms
 
 
-def test_runs_of_other_options_are_never_in_a_group(made_up):
+def test_runs_of_other_options_are_never_in_one_group(made_up):
     made_up("first")
     options = [{"dataset": "shapes"}, {"solver": "anderson"}, {"lr": 0.3}, {"precision": "bf16"}]
     options += [{"e_w": 0.01}, {"preset": "tuned", "width": 16, "n_majority": 1000, "batch_size": 32}]
@@ -78,7 +78,7 @@ def test_tables_escape_what_they_hold_and_align_numbers():
 @pytest.mark.tier("full")
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(EXPERIMENTS.parent)
-    monkeypatch.setattr("nc_study.reporting.pictures.features_figure", lambda *_: "a t-SNE takes seconds")
+    monkeypatch.setattr("nc_study.figures.features_figure", lambda *_: "a t-SNE takes seconds")
     monkeypatch.setattr("nc_study.reporting.report.png", lambda figure: b"as does drawing")
     assert run_script("report.py", "experiments/results/protocol", "--out", str(tmp_path)) == 0
     assert f"markdown: {tmp_path / 'report.md'}\n" in capsys.readouterr().out

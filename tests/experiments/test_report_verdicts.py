@@ -17,17 +17,21 @@ from nc_study.reporting.verdicts import (
     CONTRADICTED,
     EQUAL,
     OPEN,
+    POWER,
     SUPPORTED,
+    Estimate,
     Judgement,
     Part,
     answer,
+    estimate,
+    holm,
     judge,
     parts,
     shown,
+    sign_flip,
     verdicts,
 )
 from nc_study.rundir import RunDirectory
-from runs.paired import POWER, Estimate, estimate, holm, sign_flip
 from scipy import stats
 from study_helpers import SOLVER, made_up_epoch, made_up_result, made_up_settings
 
@@ -35,7 +39,7 @@ JUDGED = ("mechanism", "settings", "size")
 FOUR, THREE = [0.4, 1.1, -0.3, 2.0], [1.2, 0.1, 0.9]
 
 
-def test_a_single_setting_is_a_paired_t_test_and_two_are_welchs():
+def test_one_setting_is_a_paired_t_test_and_two_are_welchs():
     expected, paired = stats.ttest_1samp(FOUR, 0), estimate([FOUR])
     interval = expected.confidence_interval()
     assert paired.p_different == pytest.approx(expected.pvalue)
@@ -204,7 +208,7 @@ def test_the_confound_is_shown_by_runs_that_differ_only_in_the_arm(write, first,
     assert groups[0].first_recipe and (tuned, values, same) == ("+3.00", "-2.00", "+5.00")
 
 
-def test_recipes_and_devices_are_never_in_the_same_estimate(write, first):
+def test_recipes_and_devices_are_never_in_one_estimate(write, first):
     """Runs of the explicit network that differ only in the device form two groups, and check the device."""
     runs = [(1.0, {**first[arm], "seed": seed}) for seed, arm in product(range(2), first)]
     runs += [(1.0, recipe_b(arm, seed=seed)) for seed, arm in product((0, 1, 3), B_ARMS)]
@@ -235,7 +239,7 @@ def test_a_run_of_other_values_is_none_of_the_protocols(write, monkeypatch):
     assert [group.first_recipe for group in groups] == [True] + [False] * (len(groups) - 1)
 
 
-def test_a_common_variance_is_the_pooled_variance():
+def test_a_common_variance_is_the_pooled_one():
     """Deviations 1 and 3 of three and two pairs: variance (2 * 1 + 1 * 9) / 3, with three degrees of freedom."""
     pooled = estimate([[0.0, 1.0, 2.0], [-(4.5**0.5), 4.5**0.5]], common=True)
     assert (pooled.mean, pooled.freedom) == (0.5, 3)
@@ -257,7 +261,7 @@ def write_parts(tmp_path, monkeypatch):
     """Write a run of each arm, setting and seed (two) of a part, the DEQ ahead by `gain(setting, seed)`: all groups."""
     every = tuple(Rate(arm, ratio, 5e-4, 0.01, 50.0) for arm in protocol.NEW_ARMS for ratio in (10, 100))
     monkeypatch.setattr(protocol, "rates", lambda: Rates((), every))
-    kept = {name: tuple(replace(block, seeds=range(10, 12)) for block in protocol.PARTS[name]) for name in JUDGED}
+    kept = {name: tuple(replace(one, seeds=range(10, 12)) for one in protocol.PARTS[name]) for name in JUDGED}
     for name in JUDGED:
         monkeypatch.setitem(protocol.PARTS, name, kept[name])
 
@@ -296,8 +300,8 @@ def test_all_settings_are_judged_by_their_means_and_the_slope_in_log_r(write_par
     _, settings, _ = parts(write_parts("settings", gain))
     s1, s3 = (judged for judged in settings.judged if judged.claim.name in ("S1", "S3"))
     assert s1.verdict == s3.verdict == SUPPORTED
-    assert s3.estimate.mean == pytest.approx(3) and s3.estimate.freedom == 6 * 2 - 1
-    assert s1.estimate.mean == pytest.approx(1 + 3 * (math.log10(5) + 1) / 3) and s1.estimate.freedom == 17
+    assert s3.found.mean == pytest.approx(3) and s3.found.freedom == 6 * 2 - 1
+    assert s1.found.mean == pytest.approx(1 + 3 * (math.log10(5) + 1) / 3) and s1.found.freedom == 17
 
 
 @pytest.mark.parametrize(
@@ -329,6 +333,6 @@ def test_the_power_is_of_the_registered_pairs(monkeypatch):
     """An effect far above the deviations is always seen, and none is seen as rarely as the level says."""
     monkeypatch.setattr(power, "DRAWS", 40)
     assert [len(pairs) for pairs in next(power.drawn([1.0] * 3, 0.0))] == [6, 12, 12]
-    assert power.power([0.1] * 3, 1.0, 0.05 / 9) == 1 and power.power([1.0] * 3, 0.0, 0.05) < 0.3
+    assert power.found([0.1] * 3, 1.0, 0.05 / 9) == 1 and power.found([1.0] * 3, 0.0, 0.05) < 0.3
     low = power.detectable([1.0] * 3, 0.05)
-    assert power.power([1.0] * 3, low, 0.05) >= POWER > power.power([1.0] * 3, 0.5 * low, 0.05)
+    assert power.found([1.0] * 3, low, 0.05) >= POWER > power.found([1.0] * 3, 0.5 * low, 0.05)

@@ -67,7 +67,7 @@ def test_validation_images_are_training_images_that_are_not_trained_on(source):
             load(given, replace(settings, n_majority=28), CPU)
 
 
-def test_crop_and_flip_agree_with_single_images():
+def test_crop_and_flip_agree_with_one_image_at_a_time():
     random = torch.Generator().manual_seed(0)
     images = torch.randint(1, 256, (40, 3, 32, 32), generator=random).to(torch.uint8)
     offsets = torch.randint(9, (40, 2), generator=random)

@@ -15,13 +15,13 @@ def test_an_epoch_in_graphs_is_that_of_the_eager_loop(adjoint, monkeypatch):
     lines, states = [], []
     for steps in (training.EAGER, training.GRAPHED):
         monkeypatch.setattr(training, "how_steps_run", lambda settings, steps=steps: steps)
-        run = trainer(adjoint=adjoint, kernel="cpp")
-        run.network.last.drop_converged = False  # as on a GPU
+        one = trainer(adjoint=adjoint, kernel="cpp")
+        one.network.last.drop_converged = False  # as on a GPU
         launches = Graph.launches
-        lines += [run.train_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2)]
-        states.append(run.state(2))
-    made = sum(-(-len(run.data.train_images) // 16) for _ in (1, 2))
-    assert Graph.launches - launches == made - 4 + (len(run.data.train_images) % 16 == 0) * 2
+        lines += [one.train_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2)]
+        states.append(one.state(2))
+    made = sum(-(-len(one.data.train_images) // 16) for _ in (1, 2))
+    assert Graph.launches - launches == made - 4 + (len(one.data.train_images) % 16 == 0) * 2
     for eager, graphed in zip(lines[:2], lines[2:], strict=True):
         assert graphed["loss"] == pytest.approx(eager["loss"], rel=1e-4)
         assert graphed["lr"] == eager["lr"] and graphed["train_accuracy"] == eager["train_accuracy"]
@@ -32,7 +32,7 @@ def test_an_epoch_in_graphs_is_that_of_the_eager_loop(adjoint, monkeypatch):
 
 
 def test_where_steps_are_graphs():
-    gpu = {"device": "cuda", "kernel": "triton", "eager": False, "adjoint": "jfb"}
-    changes = [{}, {"device": "cpu"}, {"eager": True}, {"kernel": "torch"}, {"adjoint": "unrolled"}]
+    gpu = {"device": "cuda", "kernel": "triton", "eager": False, "compile": False, "adjoint": "jfb"}
+    changes = [{}, {"device": "cpu"}, {"eager": True}, {"compile": True}, {"kernel": "torch"}, {"adjoint": "unrolled"}]
     ways = [training.how_steps_run(type("Settings", (), gpu | change)) for change in changes]
-    assert ways == [training.GRAPHED, *[training.EAGER] * 4]
+    assert ways == [training.GRAPHED, *[training.EAGER] * 5]

@@ -8,47 +8,41 @@ import pytest
 import study as script
 from nc_study import protocol
 from nc_study.config import settings_from
-from nc_study.protocol import CLAIMS, PRIMARY, RECIPE_B, TRIED, Rate, choose_rates, counts, has_own_rate, runs, trials
+from nc_study.protocol import CLAIMS, PRIMARY, RECIPE_B, TRIED, Rate, choose_rates, counts, of_own_rate, runs, trials
 from nc_study.reporting.verdicts import BANDS
 from nc_study.scheduler import plan
 from runs.files import to_json
 from study_helpers import EXPERIMENTS, made_up_result
 
 
-def rows_below(heading):
+def rows_of(heading):
     """The rows of the first table below a heading of the protocol, as entries."""
     text = (EXPERIMENTS / "protocol.md").read_text().split(heading, 1)[1]
     rows = re.search(r"^\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1].splitlines()
     return [[entry.strip() for entry in line.strip("|").split("|")] for line in rows]
 
 
-def values(settings, name):
-    """Values that an option has in these settings."""
-    return {getattr(given, name) for given in settings}
-
-
 def test_primary_runs_count_on_a_gpu():
-    assert [(block.setting.imbalance, *block.seeds) for block in PRIMARY] == [
+    assert [(one.setting.imbalance, *one.seeds) for one in PRIMARY] == [
         ("(3,7) R = 10", 0, 1, 2, 3, 4, 5),
         ("(3,7) R = 100", 0, 1, 2),
         ("(5,5) R = 100", 0, 1, 2),
     ]
     assert sum(len(block.seeds) * len(block.arms) for block in PRIMARY) == 48
     given = {**PRIMARY[0].setting.options, **RECIPE_B, "preset": "study", "model": "explicit", "precision": "bf16"}
-    settings = settings_from("cifar_lt", device="cpu", **given)
-    assert not counts(settings) and counts(replace(settings, device="cuda"))
+    one = settings_from("cifar_lt", device="cpu", **given)
+    assert [counts(replace(one, device=device)) for device in ("cpu", "cuda")] == [False, True]
 
 
 def test_claims_and_sizes_of_the_parts_are_the_registered_ones():
     names = {"overall": "overall", "nc2": "NC2 as printed", "nc1": "NC1", "nc3_centered": "centred NC3"}
     claims = [*protocol.MECHANISM_CLAIMS, *protocol.SETTINGS_CLAIMS, *protocol.SIZE_CLAIMS]
-    table = [(*row[:3], row[3].partition(",")[0].partition(" of")[0], row[4]) for row in rows_below("### Claims")]
-    quantities = [names.get(claim.quantity, claim.quantity) for claim in claims]
-    assert table == [
-        (claim.name, claim.arm, claim.control, quantity, claim.expected)
-        for claim, quantity in zip(claims, quantities, strict=True)
-    ]
-    assert values(claims, "quantity") | values(CLAIMS, "quantity") == BANDS.keys()
+    table = rows_of("### Claims")
+    assert [row[:3] for row in table] == [[one.name, one.arm, one.control] for one in claims]
+    assert [row[4] for row in table] == [one.expected for one in claims]
+    shown = [row[3].partition(",")[0].partition(" of")[0] for row in table]
+    assert shown == [names.get(one.quantity, one.quantity) for one in claims]
+    assert {one.quantity for one in claims} | {one.quantity for one in CLAIMS} == BANDS.keys()
 
 
 @pytest.fixture
@@ -57,37 +51,37 @@ def chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "CHOSEN", tmp_path / "rates.json")
     made = [settings_from("cifar_lt", device="cpu", **options) for options in trials()]
     accuracy = {(10, 0.01): 50.0, (10, 0.1): 51.0, (100, 0.01): 50.0, (100, 0.1): 50.0}
-    rates = [Rate(s.arm, s.ratio, s.weight_decay, s.lr, accuracy.get((s.ratio, s.lr))) for s in made]
-    assert choose_rates(rates[:-1]).chosen == (), "not before all are finished"
-    (tmp_path / "rates.json").write_bytes(to_json(choose_rates(rates)))
+    found = [Rate(one.arm, one.ratio, one.weight_decay, one.lr, accuracy.get((one.ratio, one.lr))) for one in made]
+    assert choose_rates(found[:-1]).chosen == (), "not before all are finished"
+    (tmp_path / "rates.json").write_bytes(to_json(choose_rates(found)))
     return made
 
 
 def test_trials_are_fair_and_none_sees_the_test_set(chosen):
-    kinds = Counter((trial.arm, trial.ratio, trial.weight_decay) for trial in chosen)
+    kinds = Counter((one.arm, one.ratio, one.weight_decay) for one in chosen)
     assert set(kinds.values()) == {3} and len(kinds) == 2 * (8 + 2) and len(chosen) == 60
-    expected = {"evaluate": "validation", "n_majority": 4500, "seed": 100, "epochs": 10}
-    assert {name: values(chosen, name) for name in expected} == {name: {value} for name, value in expected.items()}
+    assert {one.evaluate for one in chosen} == {"validation"} and {one.n_majority for one in chosen} == {4500}
+    assert {one.seed for one in chosen} == {100} and {one.epochs for one in chosen} == {10}
 
 
 @pytest.mark.parametrize("part", protocol.PARTS)
 def test_the_runs_of_a_part_are_the_registered_ones(part, chosen, tmp_path):
     listed = [task.settings for task in plan(runs(part), {"device": "cpu", "out": str(tmp_path)})]
     registered, name = Counter(), ""
-    for row in rows_below("### Parts, in this order"):
+    for row in rows_of("### Parts, in this order"):
         name = row[0].strip("`") or name
         registered[name] += int(row[4])
     assert len(listed) == registered[part] and registered.keys() == {"rates", *protocol.PARTS}
-    assert values(listed, "seed") <= set(range(10, 22)) and values(listed, "precision") == {"bf16"}
-    low, high = ([s for s in listed if s.ratio in ratios] for ratios in ((None, 10), (50, 100)))
-    assert (values(low, "lr"), values(high, "lr")) == (({1e-4},) * 2 if part == "printed" else ({0.1}, {0.01}))
-    assert values(listed, "weight_decay") == {2e-3 if part == "decay" else 5e-4}
-    assert values(listed, "width") == {64 if part in ("printed", "size") else 16}
-    assert values(listed, "epochs") == {100 if part == "printed" else 30}
-    on_gpu = [replace(s, device="cuda") for s in listed]
-    assert all(has_own_rate(s, protocol.rates()) == (part != "printed") for s in on_gpu)
-    assert not any(has_own_rate(s, protocol.rates()) for s in listed), "runs on a CPU are pilots"
-    assert not any(has_own_rate(replace(s, seed=0), protocol.rates()) for s in on_gpu)
+    assert {one.seed for one in listed} <= set(range(10, 22)) and {one.precision for one in listed} == {"bf16"}
+    rates = {one.lr for one in listed if one.ratio in (None, 10)}, {one.lr for one in listed if one.ratio in (50, 100)}
+    assert rates == (({1e-4},) * 2 if part == "printed" else ({0.1}, {0.01}))
+    assert {one.weight_decay for one in listed} == {2e-3 if part == "decay" else 5e-4}
+    assert {one.width for one in listed} == {64 if part in ("printed", "size") else 16}
+    assert {one.epochs for one in listed} == {100 if part == "printed" else 30}
+    on_gpu = [replace(one, device="cuda") for one in listed]
+    assert all(of_own_rate(one, protocol.rates()) == (part != "printed") for one in on_gpu)
+    assert not any(of_own_rate(one, protocol.rates()) for one in listed), "runs on a CPU are pilots"
+    assert not any(of_own_rate(replace(one, seed=0), protocol.rates()) for one in on_gpu)
 
 
 def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeypatch, capsys):
@@ -108,10 +102,9 @@ def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeyp
 
     monkeypatch.setattr(script, "run_all", run_all)
     assert script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")]) == 1
-    rates = protocol.rates()
-    assert [trial.overall is None for trial in rates.trials] == [True, False]
-    assert [rate.lr for rate in rates.chosen] == [0.1]
-    whole = to_json(replace(rates, trials=(*rates.trials, rates.trials[0])))
+    found = protocol.rates()
+    assert [one.overall is None for one in found.trials] == [True, False] and [one.lr for one in found.chosen] == [0.1]
+    whole = to_json(replace(found, trials=(*found.trials, found.trials[0])))
     (tmp_path / "rates.json").write_bytes(whole)
     script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")])
     assert (tmp_path / "rates.json").read_bytes() == whole, "a part of the trials does not take the place of all"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from nc_study.config import ARMS, Experiment, Setting, arm_options, settings_from
 from nc_study.moments import moments
-from nc_study.paper import INCONSISTENT, PAPER, paper_settings
+from nc_study.paper import INCONSISTENT, PAPER, settings_of
 from nc_study.record import Accuracy, Spread
 from nc_study.results import network_result
 from nc_study.rundir import RunDirectory
@@ -40,7 +40,7 @@ def test_every_option_that_decides_the_outcome_makes_a_folder_of_its_own():
     plain = settings_from("cifar_lt", device="cpu", dataset="cifar10", precision="fp32", model="explicit")
     assert plain.run_name == "cifar10-k3-r10-quick-explicit-seed0"
     words = {"dataset": "cifar100", "preset": "tuned", "solver": "anderson", "schedule": "constant"}
-    words |= {"precision": "bf16", "evaluate": "validation", "tf32": True, "no_augmentation": True}
+    words |= {"precision": "bf16", "evaluate": "validation", "compile": True, "tf32": True, "no_augmentation": True}
     words |= {"e_w": 0.5, "e_h": 0.5, "majority": 4, "imbalance": "exp", "loss": "logit-adjusted"}
     words |= {"tol": 0.5, "momentum": 0.5}
     options = [spec.name for spec in fields(Experiment) if spec.metadata]
@@ -106,7 +106,7 @@ def test_a_second_process_is_kept_out(run):
 
 
 def test_the_tables_are_complete_and_overall_is_the_class_mean_but_for_the_entries_marked():
-    assert set(PAPER) == set(paper_settings("all", None, "cifar")) and len(PAPER) == 20
+    assert set(PAPER) == set(settings_of("all", None, "cifar")) and len(PAPER) == 20
     assert PAPER[Setting("cifar10", 5, 100)]["deq"].minority == Spread(1.26, 4.93)
     assert PAPER[Setting("cifar100")]["deq"] == Accuracy(Spread(64.77, 0.36))
     for setting in filter(lambda setting: setting.majority, PAPER):

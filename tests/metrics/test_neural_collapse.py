@@ -149,15 +149,15 @@ def numbers_of(result):
 @pytest.mark.parametrize("kernel", ["torch", "cpp"])
 @pytest.mark.parametrize("convention", ["sun", "papyan", "zhu", "kothapalli"])
 @pytest.mark.parametrize(
-    ("size", "weight_size"), [(1e160, 1), (1e300, 1), (1e-160, 1), (1e-290, 1), (1, 1e200), (1, 1e-200), (1e120, 1e170)]
+    ("size", "of_weight"), [(1e160, 1), (1e300, 1), (1e-160, 1), (1e-290, 1), (1, 1e200), (1, 1e-200), (1e120, 1e170)]
 )
-def test_no_square_of_a_float64_overflows_or_underflows(size, weight_size, convention, kernel):
+def test_no_square_of_a_float64_overflows_or_underflows(size, of_weight, convention, kernel):
     """No metric but the norm of the logits depends on these factors, and the bias has both."""
     features, labels, weight = make_samples(200, 12, 5, dtype=torch.float64)
-    bias, factor = torch.randn(5, dtype=torch.float64), size * weight_size
+    bias, factor = torch.randn(5, dtype=torch.float64), size * of_weight
     options = {"convention": convention, "kernel": kernel, "geometry": True, "per_class": True}
     expected = neural_collapse(features, labels, weight, classifier_bias=bias, **options)
-    result = neural_collapse(features * size, labels, weight * weight_size, classifier_bias=bias * factor, **options)
+    result = neural_collapse(features * size, labels, weight * of_weight, classifier_bias=bias * factor, **options)
     if convention == "zhu":
         result = result._replace(nc4=result.nc4 / factor)
     torch.testing.assert_close(numbers_of(result), numbers_of(expected), rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jinja2
 from markdown import Markdown
-from runs.files import write_atomically
 from tabulate import tabulate
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -35,7 +34,7 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> Source:
     with a number are aligned to the right. Text is escaped unless it is `Source`."""
     columns = [column for column in rows[0] if any(row[column] != "–" for row in rows)]
     numeric = (any(re.fullmatch(r"[+\-×]?\d[^/]*", str(row[column])) for row in rows) for column in columns)
-    sides = ["right" if number else "left" for number in numeric]
+    sides = ["right" if one else "left" for one in numeric]
     entries = [[escape(row[column]) for column in columns] for row in rows]
     headers = list(map(escape, columns))
     return Source(tabulate(entries, headers, tablefmt="pipe", disable_numparse=True, colalign=sides))
@@ -50,21 +49,18 @@ def render(template: Path, **values: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
-def write_page(title: str, text: str, path: Path) -> Path:
-    """Write Markdown to `path`, its tables without padding, and the same as HTML next to it; return `path`."""
-    text = re.sub(r"(?m)^\|.*\|$", lambda row: re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", row[0])), text)
-    write_atomically(path, text)
-    write_atomically(path.with_suffix(".html"), to_html(title, text.replace(".md)", ".html)"), path.parent))
-    return path
+def narrow(text: str) -> str:
+    """Take the padding out of the tables of Markdown, which doubles their size."""
+    return re.sub(r"(?m)^\|.*\|$", lambda row: re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", row[0])), text)
 
 
 def to_html(title: str, text: str, folder: Path) -> str:
     """Make one page of Markdown, with a list of its sections and its pictures, which are given relative to `folder`."""
     converter = Markdown(extensions=["tables", "toc"], extension_configs={"toc": {"toc_depth": "2-2"}})
 
-    def inline(image: re.Match[str]) -> str:
-        content = (folder / html.unescape(image[2])).read_bytes()
-        return f'{image[1]}data:image/png;base64,{base64.b64encode(content).decode()}"'
+    def inline(found: re.Match[str]) -> str:
+        content = (folder / html.unescape(found[2])).read_bytes()
+        return f'{found[1]}data:image/png;base64,{base64.b64encode(content).decode()}"'
 
     body = re.sub(r'(<img [^>]*src=")([^"]+)"', inline, converter.convert(text))
     contents = converter.toc  # type: ignore[attr-defined]  # which the extension sets

@@ -1,29 +1,20 @@
-"""The pictures of a group of runs: courses of training, paired differences, and features of single images."""
+"""The pictures of a group of runs: which figures its settings give, and under which names and titles."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import matplotlib.pyplot as plt
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
-from matplotlib.ticker import MaxNLocator
-from runs import style
-from runs.paired import estimate
 
+from .. import figures
 from ..config import ARMS, Setting
 from ..paper import COURSES, PAPER
-from ..record import CENTRED, GROUPS, Curves, RunResult
+from ..record import GROUPS, Curves
 from .runs import Group, Run
-from .tables import LABELS, broken
-from .verdicts import DEQ
+from .tables import broken
+from .verdicts import DEQ, estimate
 
-DASHES = {"overall": "-", "majority": "--", "minority": ":"}
-PERPLEXITY = 30
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """Classes of CIFAR-10."""
 
@@ -39,10 +30,10 @@ class Picture:
 
 def pictures(group: Group) -> Iterator[Picture]:
     """Draw the arms' differences from the explicit network, the courses of training, and single features."""
-    rows = {label: list(_panels(group, name)) for name, label in PAIRED.items()}
+    rows = {label: list(_panels(group, name)) for name, label in figures.PAIRED.items()}
     if any(rows.values()):
         heading = f"Rate / decay / gain: {group.recipe}"
-        yield Picture("pairs", "Accuracy and collapse, paired by seed", paired_figure(rows, heading))
+        yield Picture("pairs", "Accuracy and collapse, paired by seed", figures.paired_figure(rows, heading))
     title = (
         "Courses of training" if group.drawn else "Figs. 3a, 3b, 4 and 5: courses of training, as far as they were run"
     )
@@ -51,20 +42,20 @@ def pictures(group: Group) -> Iterator[Picture]:
         yield from _features(group, setting)
 
 
-def _panels(group: Group, quantity: str) -> Iterator[Panel]:
+def _panels(group: Group, quantity: str) -> Iterator[figures.Panel]:
     """Make the panels of a quantity: the settings in which an arm and the explicit network share two seeds."""
     for setting in group.settings:
-        paired = {arm: group.differences(setting, arm, "explicit", quantity) for arm in ARMS if arm != "explicit"}
-        if paired := {arm: seeds for arm, seeds in paired.items() if len(seeds) > 1}:
+        found = {arm: group.differences(setting, arm, "explicit", quantity) for arm in ARMS if arm != "explicit"}
+        if found := {arm: seeds for arm, seeds in found.items() if len(seeds) > 1}:
             entry = {} if group.drawn else PAPER.get(setting, {})
             before, after = (getattr(entry.get(model), quantity, None) for model in ("explicit", "deq"))
-            networks = {(arm, seed): each for arm in paired for seed, each in group.networks(setting, arm).items()}
-            yield Panel(
+            networks = {(arm, seed): one for arm in found for seed, one in group.networks(setting, arm).items()}
+            yield figures.Panel(
                 title=setting.imbalance,
-                differences=paired,
-                intervals={arm: estimate([list(seeds.values())]).interval for arm, seeds in paired.items()},
+                differences=found,
+                intervals={arm: estimate([list(seeds.values())]).interval for arm, seeds in found.items()},
                 printed=after.mean - before.mean if before and after else None,
-                ringed=[key for key, network in networks.items() if broken(network)],
+                ringed=[key for key, one in networks.items() if broken(one)],
             )
 
 
@@ -75,14 +66,14 @@ def _course(group: Group) -> Figure:
     for setting in group.settings:
         number, ends = courses.get((setting.majority, setting.ratio), ("No course in the paper", ""))
         networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
-        curves = {arm: [network.curves for network in seeds] for arm, seeds in networks.items() if seeds}
+        curves = {arm: [network.curves for network in found] for arm, found in networks.items() if found}
         heading = f"{number}: {setting}" + (f" (in the paper {ends})" if ends else "")
         entry = {} if group.drawn else PAPER.get(setting, {})
         rows[heading] = curves
-        for model, accuracy in entry.items():
-            known = {name: shown.mean for name in GROUPS if (shown := getattr(accuracy, name))}
+        for model, one in entry.items():
+            known = {name: shown.mean for name in GROUPS if (shown := getattr(one, name))}
             printed.setdefault(heading, {})[DEQ if model == "deq" else model] = known
-    return study_figure(rows, printed)
+    return figures.study_figure(rows, printed)
 
 
 def _features(group: Group, setting: Setting) -> Iterator[Picture]:
@@ -96,186 +87,8 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
         features = {arm: run.features() for arm, run in left[min(left)].items()}
         heading = f"{setting}; {group.experiment.preset} preset"
         names = NAMES if setting.dataset == "cifar10" else [f"tenth {number} of the classes" for number in range(1, 11)]
-        figure = features_figure(features, names, setting.majority_classes, heading)
+        figure = figures.features_figure(features, names, setting.majority_classes, heading)
         title = (
             f"{'Fig. 2' if setting.slug == 'k3-r10' else 'As Fig. 2'}: features, {setting.imbalance}, seed {min(left)}"
         )
         yield Picture(f"{setting.slug}-features", title, figure)
-
-
-def course(results: Sequence[RunResult]) -> bytes:
-    """PNG of the training course of one setting's arms."""
-    settings = results[0].settings
-    heading = f"{settings.setting}, width {settings.width}, seed {settings.seed}"
-    return style.png(study_figure({heading: {result.arm: [result.network.curves] for result in results}}))
-
-
-def study_figure(
-    rows: Mapping[str, Mapping[str, Sequence[Curves]]],
-    printed: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
-) -> Figure:
-    """Draw a row of five panels for each heading against epoch, from the curves of each seed of each arm.
-
-    The panels are overall accuracy, accuracy of majority and minority, NC1 (log scale), centred NC2 and NC3. With
-    several seeds, a line is their mean and the band their range. `printed`: the paper's accuracies by heading, arm and
-    group.
-    """
-    figure, axes = style.panels(len(rows), 5, height=1.9, sharex=True)
-    labels = dict(zip(("nc1", *CENTRED), ("NC1", "NC2 centred", "NC3 centred"), strict=True))
-    for (overall, groups, *others), (text, curves) in zip(axes, rows.items(), strict=True):
-        overall.set_title(" ")  # room for the heading, which is wider than the panel
-        heading = overall.text(0, 1.05, text, transform=overall.transAxes, fontweight="bold")
-        heading.set_in_layout(False)
-        overall.set_ylabel("overall accuracy (%)")
-        groups.set_ylabel("by size of class (%)")
-        groups.set_visible(any(course["minority"][-1] is not None for seeds in curves.values() for course in seeds))
-        for group, dash in DASHES.items():
-            axis = overall if group == "overall" else groups
-            for number, (arm, seeds) in enumerate(curves.items()):
-                # Each arm marks other epochs, so that markers of like accuracies do not cover one another.
-                label = LABELS[arm] if group == "overall" else None
-                _plot_seeds(axis, arm, seeds, group, ls=dash, markevery=(number, len(curves)), label=label)
-            for arm, values in (printed or {}).get(text, {}).items():
-                if group in values:
-                    axis.axhline(values[group], color=style.look(arm)["color"], lw=0.8, dashes=(1, 4))
-        for axis, (name, label) in zip(others, labels.items(), strict=True):
-            for arm, seeds in curves.items():
-                _plot_seeds(axis, arm, seeds, name)
-            axis.set_ylabel(label)
-        others[0].set_yscale("log")
-        style.decimal(others[0].yaxis)
-    for axis in axes[-1]:
-        axis.set_xlabel("epoch")
-        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    for group, dash in [*DASHES.items()][1:]:
-        axes[-1, -1].plot([], color=style.GREY, ls=dash, label=f"{group} classes")
-    if printed:
-        axes[-1, -1].plot([], color=style.GREY, lw=0.8, dashes=(1, 4), label="the paper's accuracy")
-    style.legend(figure, 3)
-    return figure
-
-
-def _plot_seeds(axis: Axes, arm: str, seeds: Sequence[Curves], name: str, **more: Any) -> None:
-    """Draw the mean over the seeds against the epochs at which all have a value, and the band of their range."""
-    values = np.array([curves[name] for curves in seeds], dtype=float)  # None becomes NaN
-    shared = np.isfinite(values).all(0)
-    style.band(axis, np.array(seeds[0]["epoch"])[shared], values[:, shared], **style.look(arm), **more)
-
-
-PAIRED = {
-    "overall": "overall accuracy,\npoints",
-    "minority": "minority accuracy,\npoints",
-    "nc1": "NC1, logarithm\nof the ratio",
-    "nc2_centered": "NC2 centred",
-    "nc3_centered": "NC3 centred",
-}
-"""What `paired_figure` is drawn of, and its labels."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A panel of `paired_figure`: a setting's differences from the explicit network by arm and seed, their intervals by
-    arm, the paper's difference, and the runs, by arm and seed, to be ringed."""
-
-    title: str
-    differences: Mapping[str, Mapping[int, float]]
-    intervals: Mapping[str, tuple[float, float]]
-    printed: float | None
-    ringed: Collection[tuple[str, int]]
-
-
-def paired_figure(rows: Mapping[str, Sequence[Panel]], heading: str) -> Figure:
-    """Draw a row of panels for each label, which share an axis: a dot for each seed, the mean and its interval."""
-    rows = {label: panels for label, panels in rows.items() if panels}
-    columns = max(map(len, rows.values()))
-    figure, axes = style.panels(len(rows), columns, height=2.1, sharey="row", sharex="col")
-    for line, (label, panels) in zip(axes, rows.items(), strict=True):
-        line[0].set_ylabel(label)
-        for axis, panel in zip(line, panels, strict=False):
-            _pairs(axis, panel, min(7.5, 26 / columns))
-        for axis in line[len(panels) :]:
-            axis.set_visible(False)
-    for axis, panel in zip(axes[0], next(iter(rows.values())), strict=False):
-        axis.set_title(f"{panel.title}, less explicit")
-    figure.suptitle(heading, fontweight="bold")
-    return figure
-
-
-def _pairs(axis: Axes, panel: Panel, size: float) -> None:
-    """Draw a panel, its arms named in letters of `size` points."""
-    arms = list(panel.differences)
-    seeds = sorted({seed for differences in panel.differences.values() for seed in differences})
-    place = {seed: 0.07 * (number - len(seeds) / 2) for number, seed in enumerate(seeds)}
-    axis.axhline(0, color="black", lw=0.8)
-    for seed in seeds:
-        joined = [
-            (x + place[seed], panel.differences[arm][seed])
-            for x, arm in enumerate(arms)
-            if seed in panel.differences[arm]
-        ]
-        axis.plot(*zip(*joined, strict=True), color=style.GREY, lw=0.6, alpha=0.5, zorder=1)
-    for x, arm in enumerate(arms):
-        look = style.look(arm)
-        for seed, value in panel.differences[arm].items():
-            axis.scatter(x + place[seed], value, s=18, **look, zorder=2)
-            if (arm, seed) in panel.ringed:
-                axis.scatter(x + place[seed], value, s=110, facecolor="none", edgecolor="black", zorder=3)
-        (low, high), mean = panel.intervals[arm], np.mean(list(panel.differences[arm].values()))
-        axis.errorbar(x + 0.3, mean, [[mean - low], [high - mean]], **look | {"marker": "_"}, ms=10, capsize=3, lw=2)
-        if arm == "deq-implicit" and panel.printed is not None:
-            axis.scatter(x - 0.38, panel.printed, s=40, color="black", marker="x", zorder=3)
-    axis.set(xlim=(-0.5, len(arms) - 0.45))
-    axis.set_xticks(range(len(arms)), [LABELS[arm].replace(",", "").replace(" ", "\n") for arm in arms], size=size)
-    axis.grid(False, axis="x")
-
-
-def features_figure(
-    features: Mapping[str, tuple[np.ndarray, np.ndarray]], names: Sequence[str], majority: int, heading: str
-) -> Figure:
-    """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: a t-SNE, and two Gram
-    matrices of features at unit length. The second one is of features less the mean of the class means.
-
-    `names`: of the classes, or of their tenths; `majority`: how many of the first classes are the majority.
-    """
-    figure, axes = style.panels(3, len(features), height=2.3)
-    figure.suptitle(heading, fontweight="bold")
-    for (above, *below), (arm, (points, labels)) in zip(axes.T, features.items(), strict=True):
-        above.set_title(LABELS[arm])
-        classes = int(labels.max()) + 1
-        border = np.searchsorted(labels, majority) - 0.5
-        _embedding(above, points, labels * 10 // classes, majority * 10 // classes, names)
-        centre = np.mean([points[labels == label].mean(0) for label in np.unique(labels)], axis=0)
-        for axis, shifted in zip(below, (points, points - centre), strict=True):
-            picture = _gram(axis, shifted, border)
-    axes[1, 0].set_ylabel("image, by class")
-    axes[2, 0].set_ylabel("centred,\nimage, by class")
-    figure.colorbar(picture, ax=axes[1:], label="cosine of two features")
-    style.legend(figure, 5, handletextpad=0, markerscale=1.6)
-    return figure
-
-
-def _gram(axis: Axes, points: np.ndarray, border: float) -> AxesImage:
-    """Draw the cosines of all pairs of features, with lines between majority and minority."""
-    length = np.linalg.norm(points, axis=1, keepdims=True)
-    unit = points / np.where(length > 0, length, 1)
-    # Few colours, so that the file stays small.
-    picture = axis.imshow(unit @ unit.T, vmin=-1, vmax=1, cmap=plt.get_cmap("RdBu_r", 33), interpolation="none")
-    axis.axhline(border, color="black", lw=1)
-    axis.axvline(border, color="black", lw=1)
-    style.bare(axis)
-    axis.set(xlabel="image, by class")
-    return picture
-
-
-def _embedding(axis: Axes, features: np.ndarray, tenths: np.ndarray, majority: int, names: Sequence[str]) -> None:
-    """Draw a reproducible t-SNE, with a colour for each tenth of the classes."""
-    from sklearn.manifold import TSNE  # late: it takes seconds, and figures of a run's course do not need it
-
-    perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
-    points = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
-    for tenth, colour in enumerate(style.CLASSES):
-        x, y = points[tenths == tenth].T
-        marker = "^" if tenth < majority else "v"
-        axis.scatter(x, y, s=10, color=colour, marker=marker, alpha=0.7, lw=0, label=names[tenth])
-    axis.set(xticks=[], yticks=[])
-    style.bare(axis)

@@ -8,19 +8,20 @@ from statistics import fmean
 from typing import Any
 
 from runs.files import prepare_out, write_atomically
-from runs.paired import ALPHA
 from runs.style import png
 
+from ..figures import LABELS
 from ..paper import PAPER, TABLES
 from ..protocol import CLAIMS, PRECISION_POINTS, PRIMARY, RECIPE_B, TRIAL_SETTING, counts, tuning
 from ..record import AVERAGED
 from . import tables
-from .document import TEMPLATES, Source, render, write_page
+from .document import TEMPLATES, Source, narrow, render, to_html
 from .pictures import pictures
 from .runs import Collection, Group, Run, collect, gpu_less_cpu
-from .verdicts import DEQ, OPEN, Part, answer, conclusions, parts, precision_check, progress, shown, verdicts
+from .verdicts import ALPHA, OPEN, Part, answer, conclusions, parts, precision_check, progress, shown, verdicts
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
+DEQ = "deq-implicit"
 UNCLAIMED_PAIRS = (("explicit-norm", "explicit"), (DEQ, "explicit"), (DEQ, "explicit-norm"), (DEQ, "once"))
 PART_TITLES = {
     "mechanism": "Why: eight arms in three settings",
@@ -32,35 +33,35 @@ SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 
 def show(runs: list[Path], out: Path) -> int:
     """Write the report on the runs under some folders into `out`, and print what was found; 0."""
-    collection = collect(runs)
-    page, groups = write(collection, out), collection.groups
-    for entry in collection.rejected:
+    found = collect(runs)
+    page = write(found, out)
+    for entry in found.rejected:
         print(f"{entry.state}: {entry.folder} ({entry.reason})")
-    print(*findings(groups), sep="\n", end="\n\n")
-    print(*(f"{group.name}, finished runs: {len(group.finished)}" for group in groups), sep="\n", end="\n\n")
+    print(*findings(found.groups), sep="\n", end="\n\n")
+    print(*(f"{group.name}, finished runs: {len(group.finished)}" for group in found.groups), sep="\n", end="\n\n")
     print(f"report:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
     return 0
 
 
-def write(collection: Collection, out: Path) -> Path:
+def write(found: Collection, out: Path) -> Path:
     """Write report, appendix and provenance, each as Markdown and as a page, and figures/ into `out`; return the
     report's page. StudyError if nothing can be written."""
     prepare_out(out / "figures")
-    groups = collection.groups
-    made = [_part(group, out, f"other{number}-" if number else "") for number, group in enumerate(groups)]
-    values = facts(groups) | {
-        "findings": findings(groups),
+    made = [_part(group, out, f"other{number}-" if number else "") for number, group in enumerate(found.groups)]
+    values = facts(found.groups) | {
+        "findings": findings(found.groups),
         "main": made[0] if made else None,
         "others": made[1:],
-        "parts": list(map(_registered, parts(groups))),
-        "printed_rate": tables.printed_rate(groups),
-        "rejected": [vars(entry) for entry in collection.rejected],
-        "chosen": list(tables.chosen_rows(tuning())) if any(group.first_recipe for group in groups) else [],
-        "runs": tables.provenance_rows(groups),
+        "parts": [_registered(one) for one in parts(found.groups)],
+        "printed_rate": tables.printed_rate(found.groups),
+        "rejected": [vars(entry) for entry in found.rejected],
+        "chosen": list(tables.chosen_rows(tuning())) if any(group.first_recipe for group in found.groups) else [],
+        "runs": tables.provenance_rows(found.groups),
     }
     for name in ("report", "appendix", "provenance"):
-        text = render(TEMPLATES / f"{name}.md", source=Source, title=TITLE, averaged=AVERAGED, **values)
-        write_page(TITLE, text, out / f"{name}.md")
+        text = narrow(render(TEMPLATES / f"{name}.md", source=Source, title=TITLE, averaged=AVERAGED, **values))
+        write_atomically(out / f"{name}.md", text)
+        write_atomically(out / f"{name}.html", to_html(TITLE, text.replace(".md)", ".html)"), out))
     return out / "report.html"
 
 
@@ -76,26 +77,23 @@ def facts(groups: Sequence[Group]) -> dict[str, Any]:
     first = next((group for group in groups if group.first_recipe), None)
     judged, checked = verdicts(main, CLAIMS), precision_check(groups)
     solves = solved([run for run in main.finished if counts(run.result.settings)] if main else [], DEQ)
-    devices = [difference for _, difference in gpu_less_cpu(groups)]
+    devices = [one for _, one in gpu_less_cpu(groups)]
     entries = [PAPER[block.setting] for block in PRIMARY]
-    opened = [each for each in judged if each.verdict == OPEN]
     return {
         "progress": progress(main),
         "judged": judged,
-        "claims": {each.claim.name: each for each in judged},
-        "unadjusted": [each for each in opened if each.estimate and each.estimate.p_different <= ALPHA],
-        "by_signs": sorted((each for each in judged if each.signs <= ALPHA), key=lambda each: each.signs),
+        "claims": {one.claim.name: one for one in judged},
+        "unadjusted": [one for one in judged if one.verdict == OPEN and one.found and one.found.p_different <= ALPHA],
+        "by_signs": sorted((one for one in judged if one.signs <= ALPHA), key=lambda one: one.signs),
         "pooled": tables.pooled_rows(main, UNCLAIMED_PAIRS) if judged and main else [],
         "recipe": _recipe_of_the_explicit_network(),
         "levels": (ALPHA, ALPHA / len(CLAIMS)),
-        "conclusions": conclusions({each.claim.name: each.verdict for each in judged}) if judged else [],
+        "conclusions": conclusions({one.claim.name: one.verdict for one in judged}) if judged else [],
         "obstacle": _obstacle(solves, checked),
         "by_setting": tables.difference_rows(main, [(DEQ, "explicit")]) if main else [],
-        "gain": fmean(each["deq"].overall.mean - each["explicit"].overall.mean for each in entries),
+        "gain": fmean(one["deq"].overall.mean - one["explicit"].overall.mean for one in entries),
         "tuned": list(tables.same_values_rows(first, groups)) if first else [],
-        "not_run": [
-            each for each in PAPER if not (main and all(main.networks(each, arm) for arm in ("explicit", DEQ)))
-        ],
+        "not_run": [one for one in PAPER if not (main and all(main.networks(one, arm) for arm in ("explicit", DEQ)))],
         "widest": max((group.experiment.width for group in groups), default=0),
         "rates": {group.experiment.lr for group in groups for _, arm in group.runs if arm == DEQ},
         "checked": checked,
@@ -120,18 +118,18 @@ def _registered(part: Part) -> dict[str, Any]:
 
 def _recipe_of_the_explicit_network() -> dict[str, float | None]:
     """Return accuracies of the trials with recipe B, and the DEQ's best, if the explicit network's best is recipe B."""
-    if tuning().chosen["explicit"] != RECIPE_B:
+    found = tuning()
+    if found.chosen["explicit"] != RECIPE_B:
         return {}
-    trials = tuning().trials
-    at = {trial.arm: trial.overall for trial in trials if trial.values == RECIPE_B}
-    best = max(trial.overall for trial in trials if trial.arm == DEQ and trial.overall is not None)
+    at = {one.arm: one.overall for one in found.trials if one.values == RECIPE_B}
+    best = max(one.overall for one in found.trials if one.arm == DEQ and one.overall is not None)
     return {"explicit": at["explicit"], "deq": at[DEQ], "deq_best": best}
 
 
 def solved(runs: Sequence[Run], arm: str) -> float | None:
     """Return the share of an arm's samples that reach the tolerance in the last epoch, on average over its runs."""
     networks = [run.result.network for run in runs if run.result.arm == arm]
-    return fmean(each.curves["converged"][-1] or 0 for each in networks) if networks else None
+    return fmean(one.curves["converged"][-1] or 0 for one in networks) if networks else None
 
 
 def _obstacle(share: float | None, checked: dict[str, float]) -> str:
@@ -145,7 +143,7 @@ def _obstacle(share: float | None, checked: dict[str, float]) -> str:
 
 def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
     """Make the tables of a group, and its figures under names that begin with the prefix."""
-    pairs = [(arm, "explicit") for arm in tables.LABELS]
+    pairs = [(arm, "explicit") for arm in LABELS]
     controls = [(DEQ, "once"), (DEQ, "explicit-norm")]
     differences = tables.difference_rows(group, [*pairs, *controls, ("deq-jfb", DEQ)])
     figures = {}
@@ -164,7 +162,7 @@ def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
         "further": [{"recipe": group.recipe, **row} for row in tables.arm_rows(group, tables.FURTHER)],
         "solves": [row for row in tables.arm_rows(group, tables.SOLVES) if row["converged"] != tables.NOTHING],
         "geometry": list(tables.geometry_rows(group)),
-        "papers": {} if group.drawn else {name: rows for name in TABLES if (rows := tables.paper_rows(group, name))},
+        "papers": {} if group.drawn else {name: rows for name in TABLES if (rows := tables.run_rows(group, name))},
         "broken": broken,
         "training": sorted(run.result.network.curves["train_accuracy"][-1] or 0 for run in group.finished),
         "figures": figures,

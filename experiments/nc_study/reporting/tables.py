@@ -8,27 +8,14 @@ from dataclasses import replace
 from itertools import product
 
 from ..config import Setting
+from ..figures import LABELS
 from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import FRESH, GRID, PRIMARY, PRINTED, PRINTED_LEAST, TUNED, Claim, Tuning
 from ..record import COLLAPSE, GROUPS, LATE, NetworkResult, Number, Spread
-from .runs import Group, Run, apart, identity
+from .runs import Group, apart, identity
 from .verdicts import NOTHING, Judgement, differences, shown
 
 Row = dict[str, object]
-LABELS = {
-    "explicit": "explicit",
-    "explicit-norm": "explicit, normalised",
-    "once": "cell once",
-    "tied-1": "cell once from x",
-    "tied-2": "cell 2 times",
-    "tied-4": "cell 4 times",
-    "tied-12": "cell 12 times",
-    "untied-2": "2 cells",
-    "deq-jfb": "DEQ, JFB",
-    "deq-implicit": "DEQ, implicit",
-    "deq-phantom": "DEQ, phantom",
-    "deq-unrolled": "DEQ, unrolled",
-}
 QUANTITIES = {name: name for name in (*GROUPS, *LATE.values())} | {name.upper(): name for name in COLLAPSE}
 QUANTITIES |= {"NC2 centred": "nc2_centered", "NC3 centred": "nc3_centered"}
 """Columns of tables, and the quantity that each shows."""
@@ -51,62 +38,55 @@ def over_seeds(values: Sequence[Number]) -> str:
     return str(Spread.of(known)) if len(known) > 1 else f"{known[0]:.2f}"
 
 
-def value(network: NetworkResult, column: str) -> Number:
+def value(one: NetworkResult, column: str) -> Number:
     """Return what a column shows of a run, after its last epoch."""
     if column in QUANTITIES:
-        return network.quantity(QUANTITIES[column])
+        return one.quantity(QUANTITIES[column])
     if column == "training":
-        return network.curves["train_accuracy"][-1]
+        return one.curves["train_accuracy"][-1]
     if column == "radius":
-        return max(network.spectral_radius.values, default=None) if network.spectral_radius else None
+        return max(one.spectral_radius.values, default=None) if one.spectral_radius else None
     if column == "evaluations":
-        return network.solver.iterations if network.solver else None
-    share = network.curves["converged"][-1] if network.solver else None
+        return one.solver.iterations if one.solver else None
+    share = one.curves["converged"][-1] if one.solver else None
     return None if share is None else 100 * share
-
-
-def arms(group: Group) -> Iterator[tuple[Row, list[Run]]]:
-    """Yield the first columns of a row and the runs, by seed, of every arm in every setting."""
-    for setting, arm in product(group.settings, LABELS):
-        if seeds := group.runs.get((setting, arm)):
-            runs = [seeds[seed] for seed in sorted(seeds)]
-            yield {"setting": setting.imbalance, "arm": LABELS[arm], "seeds": len(runs)}, runs
 
 
 def arm_rows(group: Group, columns: Sequence[str]) -> list[Row]:
     """Show every arm in every setting over seeds, in columns that `value` knows."""
-    return [
-        row | {name: over_seeds([value(run.result.network, name) for run in runs]) for name in columns}
-        for row, runs in arms(group)
-    ]
+    rows: list[Row] = []
+    for setting, arm in product(group.settings, LABELS):
+        if networks := list(group.networks(setting, arm).values()):
+            row: Row = {"setting": setting.imbalance, "arm": LABELS[arm], "seeds": len(networks)}
+            rows.append(row | {name: over_seeds([value(one, name) for one in networks]) for name in columns})
+    return rows
 
 
-def difference_rows(group: Group, pairs: Sequence[tuple[str, str]]) -> list[Row]:
+def difference_rows(group: Group, pairs: Sequence[tuple[str, str]], columns: Sequence[str] = SHORT) -> list[Row]:
     """Show how far an arm is from its control in every setting, paired by seed."""
     rows: list[Row] = []
     for setting, (arm, control) in product(group.settings, pairs):
-        gains = {name: group.differences(setting, arm, control, QUANTITIES[name]) for name in SHORT}
-        if arm != control and gains["overall"]:
+        found = {name: group.differences(setting, arm, control, QUANTITIES[name]) for name in columns}
+        if arm != control and found["overall"]:
             row: Row = {"setting": setting.imbalance, "arms": f"{LABELS[arm]} − {LABELS[control]}"}
-            row["pairs"] = len(gains["overall"])
-            rows.append(row | {name: shown(QUANTITIES[name], [list(seeds.values())]) for name, seeds in gains.items()})
+            row["pairs"] = len(found["overall"])
+            rows.append(row | {name: shown(QUANTITIES[name], [list(one.values())]) for name, one in found.items()})
     return rows
 
 
 def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
     """Show each verdict with the numbers that it rests on, and the same estimate of the fresh seeds."""
-    for judgement in judged:
-        claim = judgement.claim
-        late = replace(claim, quantity=LATE.get(claim.quantity, ""))
+    for one in judged:
+        claim, late = one.claim, replace(one.claim, quantity=LATE.get(one.claim.quantity, ""))
         fresh = differences(group, claim, [replace(PRIMARY[0], seeds=FRESH)])
         name = "overall" if late.quantity else "NC2 centred"
-        contradicts = judgement.estimate is not None and sum(map(sum, fresh)) * judgement.estimate.mean < 0
+        contradicts = one.found is not None and sum(map(sum, fresh)) * one.found.mean < 0
         yield {
             "claim": f"{claim.name}: {name} {claim.expected} than {LABELS[claim.control]}",
-            "verdict": judgement.verdict,
-            "difference": judgement.shown,
-            "p (Holm)": f"{judgement.p:.3f}",
-            "sign test, p (Holm)": f"{judgement.signs:.3f}",
+            "verdict": one.verdict,
+            "difference": one.shown,
+            "p (Holm)": f"{one.p:.3f}",
+            "sign test, p (Holm)": f"{one.signs:.3f}",
             "last epochs": shown("", differences(group, late, PRIMARY)) if late.quantity else NOTHING,
             "fresh seeds": shown(claim.quantity, fresh) + (", the other way" if contradicts else ""),
         }
@@ -114,10 +94,11 @@ def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
 
 def printed_rate(groups: Sequence[Group]) -> str:
     """Say whether the printed rate is the paper's, by the protocol's rule for its recipe at width 64."""
+    balanced = PRINTED[0].setting
     for group in groups:
-        own = group.experiment
-        if (own.preset, own.device, own.width, own.e_w, own.e_h) == ("paper", "cuda", 64, None, None):
-            for network in group.networks(PRINTED[0].setting, "explicit").values():
+        one = group.experiment
+        if (one.preset, one.device, one.width, one.e_w, one.e_h) == ("paper", "cuda", 64, None, None):
+            for network in group.networks(balanced, "explicit").values():
                 reached = network.accuracy.overall.mean
                 word = "not " if reached < PRINTED_LEAST else ""
                 return f"{reached:.2f} % on balanced classes: the printed rate is {word}the paper's."
@@ -126,16 +107,16 @@ def printed_rate(groups: Sequence[Group]) -> str:
 
 def claim_rows(judged: Sequence[Judgement]) -> Iterator[Row]:
     """Show each verdict of a part of the last amendment."""
-    columns = {quantity: column for column, quantity in QUANTITIES.items()} | {"slope": "slope of the gain in log10 R"}
-    for judgement in judged:
-        claim = judgement.claim
-        name = columns[claim.quantity]
+    for one in judged:
+        claim = one.claim
+        quantity = "slope of the gain in log10 R" if claim.quantity == "slope" else claim.quantity
+        name = next((column for column, known in QUANTITIES.items() if known == quantity), quantity)
         yield {
             "claim": f"{claim.name}: {LABELS[claim.arm]}, {name} {claim.expected}, {LABELS[claim.control]}",
             "question": claim.source,
-            "verdict": judgement.verdict,
-            "difference": judgement.shown,
-            "p (signs, Holm)": f"{judgement.p:.3f}",
+            "verdict": one.verdict,
+            "difference": one.shown,
+            "p (signs, Holm)": f"{one.p:.3f}",
         }
 
 
@@ -144,18 +125,16 @@ def pooled_rows(group: Group, pairs: Sequence[tuple[str, str]]) -> list[Row]:
     rows: list[Row] = []
     for arm, control in pairs:
         claims = {name: Claim("", arm, control, QUANTITIES[name], "", "") for name in UNCLAIMED}
-        pooled = {name: shown(claim.quantity, differences(group, claim, PRIMARY)) for name, claim in claims.items()}
+        pooled = {name: shown(one.quantity, differences(group, one, PRIMARY)) for name, one in claims.items()}
         rows.append({"arms": f"{LABELS[arm]} − {LABELS[control]}", **pooled})
     return rows
 
 
-def paper_rows(group: Group, table: str) -> list[Row]:
-    """Return one of the paper's Tables 1 to 4 in its own shape, with our number next to every number of the paper,
-    without settings that have no run.
+def paper_rows(group: Group, table: str) -> Iterator[Row]:
+    """Yield one of the paper's Tables 1 to 4 in its own shape, with our number next to every number of the paper.
 
     The paper's mean and deviation are over the last epochs of one run, ours over seeds.
     """
-    rows: list[Row] = []
     for imbalance in TABLES[table]:
         setting = Setting(group.experiment.dataset, *imbalance)
         for quantity in GROUPS if setting.majority else GROUPS[:1]:
@@ -163,10 +142,14 @@ def paper_rows(group: Group, table: str) -> list[Row]:
             for model, arm, name in (("explicit", "explicit", "explicit"), ("deq", "deq-implicit", "DEQ")):
                 mark = "†" if quantity == "overall" and (setting, model) in INCONSISTENT else ""
                 row[f"{name}, paper"] = f"{getattr(PAPER[setting][model], quantity)}{mark}"
-                late = [network.quantity(LATE[quantity]) for network in group.networks(setting, arm).values()]
+                late = [one.quantity(LATE[quantity]) for one in group.networks(setting, arm).values()]
                 row[f"{name}, ours"] = f"{over_seeds(late)} ({len(late)})" if late else NOT_RUN
-            rows.append(row)
-    return [row for row in rows if {row["explicit, ours"], row["DEQ, ours"]} != {NOT_RUN}]
+            yield row
+
+
+def run_rows(group: Group, table: str) -> list[Row]:
+    """Return the rows of a table of the paper whose settings have a run."""
+    return [row for row in paper_rows(group, table) if {row["explicit, ours"], row["DEQ, ours"]} != {NOT_RUN}]
 
 
 def same_values_rows(first: Group, groups: Sequence[Group]) -> Iterator[Row]:
@@ -175,15 +158,19 @@ def same_values_rows(first: Group, groups: Sequence[Group]) -> Iterator[Row]:
     for setting, group in product(first.settings, groups):
         deq, tuned = (first.networks(setting, arm) for arm in ("deq-implicit", "explicit"))
         control = group.networks(setting, "explicit")
-        runs = (first.runs.get((setting, "deq-implicit"), {}), group.runs.get((setting, "explicit"), {}))
-        alike = len({identity(run, False) for seeds in runs for run in seeds.values()}) == 1
-        if not group.tuned and deq and control and alike:
+        arms = (first.runs.get((setting, "deq-implicit"), {}), group.runs.get((setting, "explicit"), {}))
+        if (
+            not group.tuned
+            and deq
+            and control
+            and len({identity(run, False) for one in arms for run in one.values()}) == 1
+        ):
             pairs = {"DEQ less explicit, as tuned": (deq, tuned)}
             pairs["explicit with the DEQ's values, less as tuned"] = (control, tuned)
             pairs["DEQ less explicit, same values"] = (deq, control)
-            gains = {name: shown("overall", [list(apart(*pair, "overall").values())]) for name, pair in pairs.items()}
-            minority = over_seeds([network.quantity("minority") for network in control.values()])
-            yield {"setting": setting.imbalance, **gains, "explicit's minority accuracy then, %": minority}
+            found = {name: shown("overall", [list(apart(*pair, "overall").values())]) for name, pair in pairs.items()}
+            minority = over_seeds([one.quantity("minority") for one in control.values()])
+            yield {"setting": setting.imbalance, **found, "explicit's minority accuracy then, %": minority}
 
 
 def geometry_rows(group: Group) -> Iterator[Row]:
@@ -191,13 +178,14 @@ def geometry_rows(group: Group) -> Iterator[Row]:
 
     They are of the last epoch, for every arm in every imbalanced setting, over the seeds that saved their class means.
     """
-    for row, runs in arms(group):
+    for setting, arm in product([one for one in group.settings if one.majority], LABELS):
+        runs = group.runs.get((setting, arm), {}).values()
         if seeds := [run.geometry for run in runs if run.geometry]:
-            row["seeds"] = len(seeds)
+            row: Row = {"setting": setting.imbalance, "arm": LABELS[arm], "seeds": len(seeds)}
             for part, (name, label) in product(("means", "classifier"), TARGETS.items()):
-                row[f"{part}: {label}"] = over_seeds([getattr(getattr(each, part), name) for each in seeds])
-            cosines = [each.classifier and each.classifier.minority_cosine for each in seeds]
-            yield row | {"minority's cosine": over_seeds(cosines)}
+                row[f"{part}: {label}"] = over_seeds([getattr(getattr(one, part), name) for one in seeds])
+            row["minority's cosine"] = over_seeds([one.classifier and one.classifier.minority_cosine for one in seeds])
+            yield row
 
 
 def chosen_rows(tuning: Tuning) -> Iterator[Row]:
@@ -206,11 +194,10 @@ def chosen_rows(tuning: Tuning) -> Iterator[Row]:
     More than two rates were tried: a rate is marked if it is the grid's least or largest.
     """
     for arm, chosen in tuning.chosen.items():
-        trials = [trial.overall for trial in tuning.trials if trial.arm == arm and trial.overall is not None]
-        *others, best = sorted(trials)
-        edge = " (edge)" if chosen["lr"] in (GRID["lr"][0], GRID["lr"][-1]) else ""
-        rate, decay, gain = (f"{chosen[option]:g}" for option in TUNED)
-        row: Row = {"arm": LABELS[arm], "rate": f"{rate}{edge}", "decay": decay, "gain": gain}
+        *others, best = sorted(one.overall for one in tuning.trials if one.arm == arm and one.overall is not None)
+        row: Row = {"arm": LABELS[arm]}
+        row |= {name: f"{chosen[option]:g}" for name, option in zip(("rate", "decay", "gain"), TUNED, strict=True)}
+        row["rate"] = f"{row['rate']}{' (edge)' if chosen['lr'] in (GRID['lr'][0], GRID['lr'][-1]) else ''}"
         spread = f"{others[0]:.2f} to {others[-1]:.2f}" if others else NOTHING
         yield row | {"best trial, %": f"{best:.2f}", "other trials, %": spread}
 
@@ -223,34 +210,36 @@ def broken(network: NetworkResult) -> list[int]:
 
 def broken_rows(group: Group) -> Iterator[Row]:
     """Show the epochs in which a run's loss rose by more than half, with the share of solves that converged then."""
-    for row, runs in arms(group):
-        for run in runs:
-            curves = run.result.network.curves
-            for at in broken(run.result.network):
-                share = curves["converged"][at] if run.result.network.solver else None
-                yield {
-                    **{name: row[name] for name in ("setting", "arm")},
-                    "seed": run.result.settings.seed,
-                    "epoch": curves["epoch"][at],
-                    "rate": f"{curves['lr'][at]:.3f}",
-                    "loss": " to ".join(f"{loss:.3g}" for loss in curves["loss"][at - 1 : at + 1]),
-                    "training accuracy": " to ".join(f"{n:.3g}" for n in curves["train_accuracy"][at - 1 : at + 1]),
-                    "converged, %": NOTHING if share is None else f"{100 * share:.1f}",
+    for setting, arm in product(group.settings, LABELS):
+        for seed, one in group.networks(setting, arm).items():
+            for at in broken(one):
+                row: Row = {
+                    "setting": setting.imbalance,
+                    "arm": LABELS[arm],
+                    "seed": seed,
+                    "epoch": one.curves["epoch"][at],
                 }
+                row["rate"] = f"{one.curves['lr'][at]:.3f}"
+                for name in ("loss", "train_accuracy"):
+                    row[name.replace("train_", "training ")] = " to ".join(
+                        f"{one.curves[name][i]:.3g}" for i in (at - 1, at)
+                    )
+                share = one.curves["converged"][at] if one.solver else None
+                yield row | {"converged, %": NOTHING if share is None else f"{100 * share:.1f}"}
 
 
 def provenance_rows(groups: Sequence[Group]) -> list[Row]:
     """List where the numbers of each group come from: a row for each kernel, machine and set of versions."""
-    origins: dict[tuple[str, ...], Counter[str]] = {}
+    found: dict[tuple[str, ...], Counter[str]] = {}
     for group in groups:
         for result in (run.result for run in group.finished):
-            own = result.machine
-            machine = f"{own.gpu or own.cpu}, {own.processes} × {own.threads} threads"
+            one = result.machine
+            machine = f"{one.gpu or one.cpu}, {one.processes} × {one.threads} threads"
             versions = ", ".join(f"{name} {number}" for name, number in result.versions.items() if number)
-            commits = origins.setdefault((group.name, result.kernel.used, machine, versions), Counter())
+            commits = found.setdefault((group.name, result.kernel.used, machine, versions), Counter())
             commits[(result.commit or "unknown")[:12]] += 1
     rows: list[Row] = []
-    for key, commits in origins.items():
+    for key, commits in found.items():
         row: Row = dict(zip(("group", "kernel", "machine", "versions"), key, strict=True))
         counted = ", ".join(f"{name} ({count})" for name, count in sorted(commits.items()))
         rows.append(row | {"runs": commits.total(), "commits (runs)": counted})

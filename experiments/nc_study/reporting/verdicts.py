@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from runs.paired import ALPHA, Estimate, estimate, holm, sign_flip
-from scipy import stats
+import numpy as np
+from scipy import optimize, stats
 
-from ..config import Setting
 from ..protocol import (
     MECHANISM_CLAIMS,
     PARTS,
@@ -29,25 +28,106 @@ from .runs import Group
 SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "inconclusive"
 EQUAL = "equal within the band"
 NOTHING = "–"
+ALPHA = 0.05
+POWER = 0.8
 DEQ = "deq-implicit"
+SAME = 1e-12  # sums that differ by rounding, in units of the sum of sizes, count as equal
 BANDS = {"overall": 1.0, "slope": 0.0, "nc1": math.log(1.25)}
 BANDS |= dict.fromkeys(("nc2", "nc2_centered", "nc3_centered"), 0.02)
 """Differences that are too small to matter: points of accuracy, logarithm of a ratio of NC1, NC2, NC3; for a slope
 none is."""
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of differences, its standard error, and the degrees of freedom of that."""
+
+    mean: float
+    error: float
+    freedom: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The ends of the 95 % interval."""
+        half = float(stats.t.ppf(1 - ALPHA / 2, self.freedom)) * self.error
+        return self.mean - half, self.mean + half
+
+    @property
+    def p_different(self) -> float:
+        """The two-sided test that the mean is 0."""
+        return float(2 * stats.t.sf(abs(self._statistic(0)), self.freedom))
+
+    def p_equal(self, band: float) -> float:
+        """Two one-sided tests that the mean is outside (-band, band)."""
+        above, below = self._statistic(-band), -self._statistic(band)
+        return float(stats.t.sf(min(above, below), self.freedom))
+
+    def detectable(self, alpha: float) -> float:
+        """The difference from 0 that a two-sided test at `alpha` finds with a power of 80 %, given this error."""
+        bound = stats.t.ppf(1 - alpha / 2, self.freedom)
+        shifted = optimize.brentq(lambda shift: stats.nct.sf(bound, self.freedom, shift) - POWER, 0, 10 * bound)
+        return float(shifted) * self.error
+
+    def _statistic(self, value: float) -> float:
+        apart = self.mean - value
+        return apart / self.error if self.error else math.copysign(math.inf, apart) if apart else 0.0
+
+
+def estimate(settings: Sequence[Sequence[float]], common: bool = False) -> Estimate:
+    """The mean over settings of their mean differences, each of two or more seeds. Settings count alike. Each has a
+    variance of its own (Welch and Satterthwaite), or all have a `common` one."""
+    degrees = [len(one) - 1 for one in settings]
+    variances = [statistics.variance(one) for one in settings]
+    if common:
+        variances = [float(np.average(variances, weights=degrees))] * len(settings)
+    shares = [variance / len(one) for variance, one in zip(variances, settings, strict=True)]
+    total = sum(shares)
+    squares = sum(share**2 / degree for share, degree in zip(shares, degrees, strict=True))
+    freedom = total**2 / squares if squares and not common else sum(degrees)
+    mean = statistics.fmean(map(statistics.fmean, settings))
+    return Estimate(mean, math.sqrt(total) / len(settings), freedom)
+
+
+def sign_flip(settings: Sequence[Sequence[float]]) -> float:
+    """The exact two-sided p-value of no difference: how often the mean over settings is as far from 0 if every seed's
+    difference may have either sign."""
+    shares = np.array([one / (len(seeds) * len(settings)) for seeds in settings for one in seeds])
+    bound = abs(shares.sum()) - SAME * np.abs(shares).sum()
+    # All sums are those of one half plus those of the other: 2^15 of each for 30 pairs, not 2^30.
+    first, second = (_signed_sums(half) for half in np.array_split(shares, 2))
+    second.sort()
+    above = len(second) - np.searchsorted(second, bound - first, "left")
+    below = np.searchsorted(second, -bound - first, "right")
+    return float((above + below).clip(max=len(second)).sum()) / 2.0 ** len(shares)
+
+
+def _signed_sums(values: np.ndarray) -> np.ndarray:
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums - value, sums + value])
+    return sums
+
+
 def shown(quantity: str, settings: Sequence[Sequence[float]], common: bool = False) -> str:
     """Show the mean over settings of mean differences, of NC1 as a ratio, with its 95 % interval if each has two."""
     if not settings or not all(settings):
         return NOTHING
-    interval = estimate(settings, common).interval if all(len(seeds) > 1 for seeds in settings) else ()
+    interval = estimate(settings, common).interval if all(len(one) > 1 for one in settings) else ()
     form = "×{:.2f}" if quantity == "nc1" else "{:+.3f}" if quantity.startswith("nc") else "{:+.2f}"
     values = (statistics.fmean(map(statistics.fmean, settings)), *interval)
-    first, *ends = [form.format(math.exp(value) if quantity == "nc1" else value) for value in values]
+    first, *ends = [form.format(math.exp(one) if quantity == "nc1" else one) for one in values]
     return f"{first} [{', '.join(ends)}]" if ends else first
 
 
-def judge(expected: str, pooled: Estimate, p_different: float, p_equal: float, band: float = math.inf) -> str:
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's adjustment of p-values, in their order."""
+    found, largest = [0.0] * len(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = found[index] = max(largest, min(1.0, (len(values) - rank) * values[index]))
+    return found
+
+
+def judge(expected: str, found: Estimate, p_different: float, p_equal: float, band: float = math.inf) -> str:
     """The verdict on an expectation, "higher", "lower" or "alike", from an estimate and its adjusted p-values. What is
     expected alike is contradicted if it differs and its 95 % interval is outside the band."""
     if p_equal <= ALPHA:
@@ -55,20 +135,26 @@ def judge(expected: str, pooled: Estimate, p_different: float, p_equal: float, b
     if p_different > ALPHA:
         return OPEN
     if expected == "alike":
-        return CONTRADICTED if min(map(abs, pooled.interval)) > band and pooled.p_different <= ALPHA else OPEN
-    return SUPPORTED if (pooled.mean > 0) == (expected == "higher") else CONTRADICTED
+        return CONTRADICTED if min(map(abs, found.interval)) > band and found.p_different <= ALPHA else OPEN
+    return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
 def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[list[float]]:
     """The paired differences of each setting, arm less control, of the seeds that both have finished."""
-    pairs = [(b, group.differences(b.setting, claim.arm, claim.control, claim.quantity)) for b in blocks]
-    return [[value for seed, value in seeds.items() if seed in block.seeds] for block, seeds in pairs]
+    return [
+        [
+            one
+            for seed, one in group.differences(block.setting, claim.arm, claim.control, claim.quantity).items()
+            if seed in block.seeds
+        ]
+        for block in blocks
+    ]
 
 
 def progress(group: Group | None) -> tuple[int, int]:
     """How many of the runs that count are finished, and how many there are."""
     runs = group.finished if group else []
-    return sum(counts(run.result.settings) for run in runs), sum(block.size for block in PRIMARY)
+    return sum(counts(run.result.settings) for run in runs), sum(len(one.seeds) * len(one.arms) for one in PRIMARY)
 
 
 def precision_check(groups: Sequence[Group]) -> dict[str, float]:
@@ -76,15 +162,15 @@ def precision_check(groups: Sequence[Group]) -> dict[str, float]:
 
     A mean over seeds for each precision; empty before all of its runs and the main runs of these seeds are finished.
     """
-    block, ahead = PRECISION_CHECK, {}
+    block, found = PRECISION_CHECK, {}
     control, arm = block.arms
     for precision in ("bf16", "fp32"):
-        group = next((each for each in groups if each.tuned and each.experiment.precision == precision), None)
+        group = next((one for one in groups if one.tuned and one.experiment.precision == precision), None)
         apart = group.differences(block.setting, arm, control, "overall") if group else {}
         if not apart.keys() >= set(block.seeds):
             return {}
-        ahead[precision] = statistics.fmean(apart[seed] for seed in block.seeds)
-    return ahead
+        found[precision] = statistics.fmean(apart[seed] for seed in block.seeds)
+    return found
 
 
 @dataclass(frozen=True)
@@ -96,7 +182,7 @@ class Judgement:
 
     claim: Claim
     verdict: str
-    estimate: Estimate | None
+    found: Estimate | None
     p: float
     shown: str
     signs: float
@@ -116,29 +202,33 @@ def judged(
 ) -> list[Judgement]:
     """Judge claims together, from the differences of each by setting. "Not 0" rests on the flips of signs if they were
     registered, else on Welch's test; the variance is then common to the settings, else each setting's own."""
-    pooled = [estimate(each, registered_signs) if all(len(seeds) > 1 for seeds in each) else None for each in measured]
-    bands = [BANDS[claim.quantity] for claim in claims]
-    signs = holm([sign_flip(values) if each else 1.0 for values, each in zip(measured, pooled, strict=True)])
-    different = signs if registered_signs else holm([each.p_different if each else 1.0 for each in pooled])
-    equal = holm([each.p_equal(band) if each else 1.0 for each, band in zip(pooled, bands, strict=True)])
-    judgements = []
-    for claim, values, each, band, sign, p, p_equal in zip(
-        claims, measured, pooled, bands, signs, different, equal, strict=True
-    ):
-        verdict = judge(claim.expected, each, p, p_equal, band) if each else OPEN
-        text = shown(claim.quantity, values, common=registered_signs)
-        judgements.append(Judgement(claim, verdict, each, p, text, sign))
-    return judgements
+    found = [
+        estimate(one, common=registered_signs) if all(len(seeds) > 1 for seeds in one) else None for one in measured
+    ]
+    signs = holm([sign_flip(values) if one else 1.0 for values, one in zip(measured, found, strict=True)])
+    different = signs if registered_signs else holm([one.p_different if one else 1.0 for one in found])
+    equal = holm([one.p_equal(BANDS[claim.quantity]) if one else 1.0 for claim, one in zip(claims, found, strict=True)])
+    return [
+        Judgement(
+            claim,
+            judge(claim.expected, one, p, p_equal, BANDS[claim.quantity]) if one else OPEN,
+            one,
+            p,
+            shown(claim.quantity, values, common=registered_signs),
+            sign,
+        )
+        for claim, values, one, sign, p, p_equal in zip(claims, measured, found, signs, different, equal, strict=True)
+    ]
 
 
-def conclusions(verdict: Mapping[str, str]) -> list[str]:
+def conclusions(found: Mapping[str, str]) -> list[str]:
     """The protocol's two conclusions, from the verdict on each claim by its name. The three controls are the explicit
     network, the cell evaluated once, and the explicit block with its normalisation."""
-    held = {name for name, each in verdict.items() if each == SUPPORTED}
+    held = {name for name, verdict in found.items() if verdict == SUPPORTED}
     better = "The DEQ with the implicit gradient classifies long-tailed images better than all three controls"
     if {"A1", "A4", "A5"} <= held:
         better = f"{better}: the equilibrium does it."
-    elif "A1" in held and {verdict["A4"], verdict["A5"]} <= {EQUAL, CONTRADICTED}:
+    elif "A1" in held and {found["A4"], found["A5"]} <= {EQUAL, CONTRADICTED}:
         better = "The normalised ending improves long-tailed classification. It is not shown that the equilibrium does."
     else:
         better = f"It is not shown that {better[0].lower()}{better[1:]}."
@@ -163,59 +253,61 @@ def parts(groups: Sequence[Group]) -> list[Part]:
     """Judge the parts with claims; none has a verdict before the last of its runs."""
     claims = {"mechanism": MECHANISM_CLAIMS, "settings": SETTINGS_CLAIMS, "size": SIZE_CLAIMS}
     # Of several groups, such as of two cards, the one with most runs comes first.
-    own = {(each.experiment.dataset, each.experiment.width): each for each in reversed(groups) if each.is_of_parts}
-    judged_parts = []
+    own = {(one.experiment.dataset, one.experiment.width): one for one in reversed(groups) if one.of_the_parts}
+    found = []
     for name, some in claims.items():
-        blocks, width, done = PARTS[name], 64 if name == "size" else 16, []
-        by_setting = {block.setting: own.get((block.setting.dataset, width)) for block in blocks}
-        for block in blocks:
-            for arm, seed in product(block.arms, block.seeds):
-                group = by_setting[block.setting]
-                if group and (network := group.networks(block.setting, arm).get(seed)):
-                    done.append((arm, network))
-        needed = sum(block.size for block in blocks)
+        blocks = PARTS[name]
+        width = 64 if name == "size" else 16
+        networks = [
+            (arm, own[block.setting.dataset, width].networks(block.setting, arm).get(seed))
+            for block in blocks
+            for arm, seed in product(block.arms, block.seeds)
+            if (block.setting.dataset, width) in own
+        ]
+        done, needed = [one for one in networks if one[1]], sum(len(one.arms) * len(one.seeds) for one in blocks)
         judgements = []
         if len(done) == needed:
-            measured = [_measured(by_setting, claim) for claim in some]
+            measured = [_of_claim(own, width, claim, blocks) for claim in some]
             judgements = judged(some, measured, registered_signs=True)
-        share = _converged([network for arm, network in done if arm == DEQ])
-        judged_parts.append(Part(name, len(done), needed, judgements, share))
-    return judged_parts
+        found.append(Part(name, len(done), needed, judgements, _converged([one for arm, one in done if arm == DEQ])))
+    return found
 
 
-def _converged(networks: Sequence[NetworkResult]) -> float | None:
-    if not networks:
+def _converged(networks: Sequence[NetworkResult | None]) -> float | None:
+    curves = [one.curves for one in networks if one]
+    if not curves:
         return None
-    shares = [[each.curves.get(f"{part}_converged", (0,))[-1] or 0 for each in networks] for part in PASSES]
-    return min(map(statistics.fmean, shares))
+    return min(statistics.fmean(one.get(f"{part}_converged", (0,))[-1] or 0 for one in curves) for part in PASSES)
 
 
-def _measured(groups: Mapping[Setting, Group | None], claim: Claim) -> list[list[float]]:
+def _of_claim(
+    own: Mapping[tuple[str, int], Group], width: int, claim: Claim, blocks: Sequence[Block]
+) -> list[list[float]]:
     """Differences of a claim by setting, as `judged` takes them. For the part of all settings, the units that its signs
     flip: a long-tailed setting's mean, or a slope in log10 R of a data set, a division and a seed."""
     quantity = "overall" if claim.quantity == "slope" else claim.quantity
-    gains = {
-        setting: group.differences(setting, claim.arm, claim.control, quantity)
-        for setting, group in groups.items()
-        if group and (setting.ratio or claim not in SETTINGS_CLAIMS)
+    found = {
+        block.setting: own[block.setting.dataset, width].differences(block.setting, claim.arm, claim.control, quantity)
+        for block in blocks
     }
-    if claim not in SETTINGS_CLAIMS:
-        return [list(seeds.values()) for seeds in gains.values()]
-    if claim.quantity != "slope":
-        return [[statistics.fmean(seeds.values()) for seeds in gains.values()]]
-    lines: dict[tuple[str, int | None, int], list[tuple[float, float]]] = {}
-    for setting, seeds in gains.items():
-        for seed, gain in seeds.items():
-            line = lines.setdefault((setting.dataset, setting.majority, seed), [])
-            line.append((math.log10(setting.ratio or 1), gain))
-    return [[float(stats.linregress(*zip(*line, strict=True)).slope) for line in lines.values()]]
+    if claim in SETTINGS_CLAIMS:
+        found = {setting: seeds for setting, seeds in found.items() if setting.ratio}
+        if quantity == claim.quantity:
+            return [[statistics.fmean(seeds.values()) for seeds in found.values()]]
+        lines: dict[tuple[str, int | None, int], list[tuple[float, float]]] = {}
+        for setting, seeds in found.items():
+            for seed, gain in seeds.items():
+                line = lines.setdefault((setting.dataset, setting.majority, seed), [])
+                line.append((math.log10(setting.ratio or 1), gain))
+        return [[float(stats.linregress(*zip(*line, strict=True)).slope) for line in lines.values()]]
+    return [list(seeds.values()) for seeds in found.values()]
 
 
 def answer(part: Part) -> str:
     """The protocol's rule of decision for the mechanism, as a sentence."""
     if not part.judged:
         return f"No verdict: {part.done} of the {part.needed} runs are finished."
-    verdict = {each.claim.name: each.verdict for each in part.judged}
+    verdict = {one.claim.name: one.verdict for one in part.judged}
     helps = [verdict[name] for name in ("M1", "M2", "M3")]
     if set(helps) == {SUPPORTED}:
         return "A DEQ helps under imbalance: it beats the explicit network, the normalised one and its cell 4 times."

@@ -51,9 +51,7 @@ class Conv2d(nn.Conv2d):
         if self.native or not torch.is_autocast_enabled("cpu"):
             return F.conv2d(x, self.weight, None, stride, self.padding)
         with torch.autocast("cpu", enabled=False):
-            x, weight = (
-                part.bfloat16().float() for part in (x, self.weight)
-            )  # the rounding also rounds their gradients
+            x, weight = (one.bfloat16().float() for one in (x, self.weight))  # the rounding also rounds their gradients
             return F.conv2d(x, weight, None, stride, self.padding).bfloat16()
 
 
@@ -145,8 +143,8 @@ def build(settings: Settings) -> ResNet18:
             return block
         count = settings.cells if model == "untied" else 1
         cells = [deqfast.ResidualCell(channels, GROUPS, kernel=settings.kernel) for _ in range(count)]
-        for cell in cells:
-            nn.init.constant_(cell.norm1.weight, settings.scale)  # x is added before norm2, to the output of this norm
+        for one in cells:
+            nn.init.constant_(one.norm1.weight, settings.scale)  # x is added before norm2, to the output of this norm
         if model in CELLS:
             return Unrolled(cells, settings.cells)
         (cell,) = cells
@@ -161,12 +159,16 @@ def build(settings: Settings) -> ResNet18:
         torch.manual_seed(settings.seed)
         network = ResNet18(settings.classes, settings.width, last)
     convert_conv2d_weight_memory_format(network, torch.channels_last)
-    return network.to(settings.device)
+    network = network.to(settings.device)
+    if settings.compile:
+        for part in (network.stem, network.trunk, *([] if model == "deq" else [network.last])):
+            part.compile()
+    return network
 
 
 def count_parameters(network: nn.Module) -> int:
     """Number of parameters of a network."""
-    return sum(parameter.numel() for parameter in network.parameters())
+    return sum(one.numel() for one in network.parameters())
 
 
 @torch.no_grad()
@@ -178,16 +180,16 @@ def cost(network: ResNet18, evaluations: float | None) -> Cost:
         nonlocal before
         before += _flops(module, output)
 
-    modules = (*network.stem.modules(), *network.trunk.modules())
-    handles = [module.register_forward_hook(count) for module in modules if isinstance(module, nn.Conv2d)]
+    parts = (one for part in (network.stem, network.trunk) for one in part.modules() if isinstance(one, nn.Conv2d))
+    handles = [one.register_forward_hook(count) for one in parts]
     training = network.training
     network.eval()
     x = network.trunk(network.stem(torch.zeros(1, 3, 32, 32).to(network.classifier.weight)))
     network.train(training)
     for handle in handles:
         handle.remove()
-    cell = last.cells[0] if isinstance(last, Unrolled) else last
-    evaluation = sum(_flops(module, x) for module in cell.modules() if isinstance(module, nn.Conv2d))
+    one = last.cells[0] if isinstance(last, Unrolled) else last
+    evaluation = sum(_flops(module, x) for module in one.modules() if isinstance(module, nn.Conv2d))
     times = last.times if isinstance(last, Unrolled) else 1
     return Cost(count_parameters(last), before, evaluation, times if evaluations is None else evaluations)
 
@@ -197,12 +199,12 @@ def _flops(convolution: nn.Conv2d, output: Tensor) -> int:
     return 2 * convolution.weight.numel() * output.shape[2] * output.shape[3]
 
 
-def usable_kernel(requested: str, device: str) -> str:
-    """Name of the kernel to use on a device. Raises SettingsError if the requested one cannot run there."""
+def choose_kernel(requested: str, device: str) -> tuple[str, str]:
+    """Name of the kernel to use on a device, and why it differs from the requested one ("" if it does not)."""
     try:
-        return ops.choose_kernel(requested, torch.device(device)).name
+        return ops.choose_kernel(requested, torch.device(device)).name, ""
     except RuntimeError as error:
-        raise SettingsError(f"--kernel {requested}: {error}") from error
+        return ops.choose_kernel("auto", torch.device(device)).name, str(error)
 
 
 @torch.no_grad()

@@ -1,0 +1,212 @@
+"""Figures of finished runs: the course of training, and the features of single images."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
+from runs import style
+
+from .record import CENTRED, Curves, RunResult
+
+LABELS = {
+    "explicit": "explicit",
+    "explicit-norm": "explicit, normalised",
+    "once": "cell once",
+    "tied-1": "cell once from x",
+    "tied-2": "cell 2 times",
+    "tied-4": "cell 4 times",
+    "tied-12": "cell 12 times",
+    "untied-2": "2 cells",
+    "deq-jfb": "DEQ, JFB",
+    "deq-implicit": "DEQ, implicit",
+    "deq-phantom": "DEQ, phantom",
+    "deq-unrolled": "DEQ, unrolled",
+}
+DASHES = {"overall": "-", "majority": "--", "minority": ":"}
+PERPLEXITY = 30
+
+
+def course(results: Sequence[RunResult]) -> bytes:
+    """PNG of the training course of one setting's arms."""
+    one = results[0]
+    heading = f"{one.setting}, width {one.settings.width}, seed {one.settings.seed}"
+    return style.png(study_figure({heading: {result.arm: [result.network.curves] for result in results}}))
+
+
+def study_figure(
+    rows: Mapping[str, Mapping[str, Sequence[Curves]]],
+    printed: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
+) -> Figure:
+    """Draw a row of five panels for each heading against epoch, from the curves of each seed of each arm.
+
+    The panels are overall accuracy, accuracy of majority and minority, NC1 (log scale), centred NC2 and NC3. With
+    several seeds, a line is their mean and the band their range. `printed`: the paper's accuracies by heading, arm and
+    group.
+    """
+    figure, axes = style.panels(len(rows), 5, height=1.9, sharex=True)
+    labels = dict(zip(("nc1", *CENTRED), ("NC1", "NC2 centred", "NC3 centred"), strict=True))
+    for (overall, groups, *others), (text, curves) in zip(axes, rows.items(), strict=True):
+        overall.set_title(" ")  # room for the heading, which is wider than the panel
+        heading = overall.text(0, 1.05, text, transform=overall.transAxes, fontweight="bold")
+        heading.set_in_layout(False)
+        overall.set_ylabel("overall accuracy (%)")
+        groups.set_ylabel("by size of class (%)")
+        groups.set_visible(any(one["minority"][-1] is not None for seeds in curves.values() for one in seeds))
+        for group, dash in DASHES.items():
+            axis = overall if group == "overall" else groups
+            for number, (arm, seeds) in enumerate(curves.items()):
+                # Each arm marks other epochs, so that markers of like accuracies do not cover one another.
+                label = LABELS[arm] if group == "overall" else None
+                _plot_seeds(axis, arm, seeds, group, ls=dash, markevery=(number, len(curves)), label=label)
+            for arm, values in (printed or {}).get(text, {}).items():
+                if group in values:
+                    axis.axhline(values[group], color=style.look(arm)["color"], lw=0.8, dashes=(1, 4))
+        for axis, (name, label) in zip(others, labels.items(), strict=True):
+            for arm, seeds in curves.items():
+                _plot_seeds(axis, arm, seeds, name)
+            axis.set_ylabel(label)
+        others[0].set_yscale("log")
+        style.decimal(others[0].yaxis)
+    for axis in axes[-1]:
+        axis.set_xlabel("epoch")
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    for group, dash in [*DASHES.items()][1:]:
+        axes[-1, -1].plot([], color=style.GREY, ls=dash, label=f"{group} classes")
+    if printed:
+        axes[-1, -1].plot([], color=style.GREY, lw=0.8, dashes=(1, 4), label="the paper's accuracy")
+    style.legend(figure, 3)
+    return figure
+
+
+def _plot_seeds(axis: Axes, arm: str, seeds: Sequence[Curves], name: str, **more: Any) -> None:
+    """Draw the mean over the seeds against the epochs at which all have a value, and the band of their range."""
+    values = np.array([curves[name] for curves in seeds], dtype=float)  # None becomes NaN
+    shared = np.isfinite(values).all(0)
+    style.band(axis, np.array(seeds[0]["epoch"])[shared], values[:, shared], **style.look(arm), **more)
+
+
+PAIRED = {
+    "overall": "overall accuracy,\npoints",
+    "minority": "minority accuracy,\npoints",
+    "nc1": "NC1, logarithm\nof the ratio",
+    "nc2_centered": "NC2 centred",
+    "nc3_centered": "NC3 centred",
+}
+"""What `paired_figure` is drawn of, and its labels."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of `paired_figure`: a setting's differences from the explicit network by arm and seed, their intervals by
+    arm, the paper's difference, and the runs, by arm and seed, to be ringed."""
+
+    title: str
+    differences: Mapping[str, Mapping[int, float]]
+    intervals: Mapping[str, tuple[float, float]]
+    printed: float | None
+    ringed: Collection[tuple[str, int]]
+
+
+def paired_figure(rows: Mapping[str, Sequence[Panel]], heading: str) -> Figure:
+    """Draw a row of panels for each label, which share an axis: a dot for each seed, the mean and its interval."""
+    rows = {label: panels for label, panels in rows.items() if panels}
+    columns = max(map(len, rows.values()))
+    figure, axes = style.panels(len(rows), columns, height=2.1, sharey="row", sharex="col")
+    for line, (label, panels) in zip(axes, rows.items(), strict=True):
+        line[0].set_ylabel(label)
+        for axis, panel in zip(line, panels, strict=False):
+            _pairs(axis, panel, min(7.5, 26 / columns))
+        for axis in line[len(panels) :]:
+            axis.set_visible(False)
+    for axis, panel in zip(axes[0], next(iter(rows.values())), strict=False):
+        axis.set_title(f"{panel.title}, less explicit")
+    figure.suptitle(heading, fontweight="bold")
+    return figure
+
+
+def _pairs(axis: Axes, panel: Panel, size: float) -> None:
+    """Draw a panel, its arms named in letters of `size` points."""
+    arms = list(panel.differences)
+    seeds = sorted({seed for found in panel.differences.values() for seed in found})
+    place = {seed: 0.07 * (number - len(seeds) / 2) for number, seed in enumerate(seeds)}
+    axis.axhline(0, color="black", lw=0.8)
+    for seed in seeds:
+        joined = [
+            (x + place[seed], panel.differences[arm][seed])
+            for x, arm in enumerate(arms)
+            if seed in panel.differences[arm]
+        ]
+        axis.plot(*zip(*joined, strict=True), color=style.GREY, lw=0.6, alpha=0.5, zorder=1)
+    for x, arm in enumerate(arms):
+        look = style.look(arm)
+        for seed, value in panel.differences[arm].items():
+            axis.scatter(x + place[seed], value, s=18, **look, zorder=2)
+            if (arm, seed) in panel.ringed:
+                axis.scatter(x + place[seed], value, s=110, facecolor="none", edgecolor="black", zorder=3)
+        (low, high), mean = panel.intervals[arm], np.mean(list(panel.differences[arm].values()))
+        axis.errorbar(x + 0.3, mean, [[mean - low], [high - mean]], **look | {"marker": "_"}, ms=10, capsize=3, lw=2)
+        if arm == "deq-implicit" and panel.printed is not None:
+            axis.scatter(x - 0.38, panel.printed, s=40, color="black", marker="x", zorder=3)
+    axis.set(xlim=(-0.5, len(arms) - 0.45))
+    axis.set_xticks(range(len(arms)), [LABELS[arm].replace(",", "").replace(" ", "\n") for arm in arms], size=size)
+    axis.grid(False, axis="x")
+
+
+def features_figure(
+    features: Mapping[str, tuple[np.ndarray, np.ndarray]], names: Sequence[str], majority: int, heading: str
+) -> Figure:
+    """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: a t-SNE, and two Gram
+    matrices of features at unit length. The second one is of features less the mean of the class means.
+
+    `names`: of the classes, or of their tenths; `majority`: how many of the first classes are the majority.
+    """
+    figure, axes = style.panels(3, len(features), height=2.3)
+    figure.suptitle(heading, fontweight="bold")
+    for (above, *below), (arm, (points, labels)) in zip(axes.T, features.items(), strict=True):
+        above.set_title(LABELS[arm])
+        classes = int(labels.max()) + 1
+        border = np.searchsorted(labels, majority) - 0.5
+        _embedding(above, points, labels * 10 // classes, majority * 10 // classes, names)
+        centre = np.mean([points[labels == label].mean(0) for label in np.unique(labels)], axis=0)
+        for axis, shifted in zip(below, (points, points - centre), strict=True):
+            picture = _gram(axis, shifted, border)
+    axes[1, 0].set_ylabel("image, by class")
+    axes[2, 0].set_ylabel("centred,\nimage, by class")
+    figure.colorbar(picture, ax=axes[1:], label="cosine of two features")
+    style.legend(figure, 5, handletextpad=0, markerscale=1.6)
+    return figure
+
+
+def _gram(axis: Axes, points: np.ndarray, border: float) -> AxesImage:
+    """Draw the cosines of all pairs of features, with lines between majority and minority."""
+    length = np.linalg.norm(points, axis=1, keepdims=True)
+    unit = points / np.where(length > 0, length, 1)
+    # Few colours, so that the file stays small.
+    picture = axis.imshow(unit @ unit.T, vmin=-1, vmax=1, cmap=plt.get_cmap("RdBu_r", 33), interpolation="none")
+    axis.axhline(border, color="black", lw=1)
+    axis.axvline(border, color="black", lw=1)
+    style.bare(axis)
+    axis.set(xlabel="image, by class")
+    return picture
+
+
+def _embedding(axis: Axes, features: np.ndarray, tenths: np.ndarray, majority: int, names: Sequence[str]) -> None:
+    """Draw a reproducible t-SNE, with a colour for each tenth of the classes."""
+    from sklearn.manifold import TSNE  # late: it takes seconds, and figures of a run's course do not need it
+
+    perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
+    points = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
+    for tenth, colour in enumerate(style.CLASSES):
+        x, y = points[tenths == tenth].T
+        marker = "^" if tenth < majority else "v"
+        axis.scatter(x, y, s=10, color=colour, marker=marker, alpha=0.7, lw=0, label=names[tenth])
+    axis.set(xticks=[], yticks=[])
+    style.bare(axis)
