@@ -8,12 +8,12 @@ calls that each op accepted and refused. test_malformed.py runs it as a process 
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import math
 import mmap
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -175,4 +175,7 @@ def main(count: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int)
+    parser.add_argument("seed", type=int)
+    main(**vars(parser.parse_args()))

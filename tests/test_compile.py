@@ -485,7 +485,7 @@ class TestExport:
         """Torch takes equal calls for one, if it differentiates the exported program."""
         model, x = nn.Module().eval(), torch.randn(5, 4)
         cells = Cell(), SubhomogeneousCell(4, 4)
-        model.blocks = nn.ModuleList(DEQBlock(cell, Anderson(1e-4, 12), kernel="cpp") for cell in cells)
+        model.blocks = nn.ModuleList(DEQBlock(cell, Anderson(1e-4, 12), kernel="cpp") for cell in cells).eval()
         model.forward = lambda x: torch.cat([model.blocks[0](x), model.blocks[1](x)])
         program = torch.export.export(model, (x,))
         assert sum(node.target is torch.ops.higher_order.while_loop for node in program.graph.nodes) == 2

@@ -16,7 +16,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"csrc", "deqfast", "kernels", "benchmarks", "experiments", "tests", "docs"}
-TOP_LEVEL = FOLDERS | {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CITATION.cff"}
+FILES = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
+TOP_LEVEL = FOLDERS | FILES
 full = pytest.mark.tier("full")
 
 

@@ -54,7 +54,7 @@ def test_of_several_runs_all_with_the_most_threads_must_meet_a_target():
 def test_of_several_runs_on_a_gpu_the_newest_is_shown_and_all_are_judged():
     row = {"section": "ops", "case": "anderson-m6-bf16-step-128x8192", "provider": "cuda", "ms": 0.019}
     other = row | {"provider": "triton", "ms": 0.03}
-    untimed = {"section": "bits", "case": "picard", "provider": "cuda-graph"}  # without a time
+    untimed = {"section": "profile", "case": "picard", "provider": "cuda-graph"}  # without a time
     newest = replace(record([row, untimed], gpu="NVIDIA H200", threads=1), date="2026-11-27")
     older = replace(record([row | {"ms": 0.021}, other], gpu="NVIDIA H200"), date="2026-11-26")
     (table,) = report.on_gpus(report.Results([newest, older]))
