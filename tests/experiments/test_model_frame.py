@@ -1,5 +1,7 @@
 """The frame of the example models: records, resuming, figures."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
 from typing import Any
