@@ -2,8 +2,8 @@
 
     python benchmarks/classical.py [--out FILE] [--only WORD] [--solver WORD] [--slow]
 
-Prints a Markdown table of ``SOLVERS`` and of torchdeq's and scipy's, with an absolute tolerance of 1e-8 and at most
-1,000 evaluations. F(x) = 0 is solved as the fixed point of z + F(z) and of z - F(z), and the better result counts.
+Prints a Markdown table of ``SOLVERS`` and the solvers of torchdeq and scipy, with an absolute tolerance of 1e-8 and at
+most 1,000 evaluations. F(x) = 0 is solved as the fixed point of z + F(z) and of z - F(z), and the better result counts.
 harness/classical.py says where the systems come from.
 """
 

@@ -326,10 +326,10 @@ class TestParametrisedWeights:
     @every_adjoint
     def test_spectral_norm_in_training_moves_once_per_call(self, adjoint):
         cell, x = Cell(spectral_norm), inputs()
-        block, alone = DEQBlock(cell, TIGHT, adjoint, warn=adjoint != Reversible(25)), copy.deepcopy(cell)
+        block, separate = DEQBlock(cell, TIGHT, adjoint, warn=adjoint != Reversible(25)), copy.deepcopy(cell)
         value = block(x)
-        weight = alone.linear.weight  # one step of the power iteration
-        for a, b in zip(cell.buffers(), alone.buffers(), strict=True):
+        weight = separate.linear.weight  # one step of the power iteration
+        for a, b in zip(cell.buffers(), separate.buffers(), strict=True):
             assert_close(a, b, rounding(torch.float64))
         rate = 0.4 * float(torch.linalg.matrix_norm(weight.detach(), 2))
         left = 2 * ((1 + rate) / 2) ** 25 if isinstance(adjoint, Reversible) else after_solve(TIGHT.tol, 1 / (1 - rate))

@@ -165,9 +165,11 @@ class TestGroups:
             def f(z, inner=inner, injection=injection):
                 return torch.tanh(inner @ z + injection)
 
-            alone = solve(f, torch.zeros_like(injection), solver, kernel, groups="batch")
-            assert alone.iterations.tolist() == [together.iterations[number]]
-            assert_close(together.value[rows], alone.value, after_solve(lost(torch.float64, solver.tol), 1 / (1 - 0.8)))
+            single = solve(f, torch.zeros_like(injection), solver, kernel, groups="batch")
+            assert single.iterations.tolist() == [together.iterations[number]]
+            assert_close(
+                together.value[rows], single.value, after_solve(lost(torch.float64, solver.tol), 1 / (1 - 0.8))
+            )
 
     def test_a_sample_without_rows_and_a_batch_without_samples(self):
         solution = solve(torch.cos, torch.zeros(3, 2), groups=torch.tensor([0, 2, 2]))

@@ -119,7 +119,7 @@ class Restorer(nn.Module):
         self.step = Step(Denoiser(options.width, options.depth))
         self.steps = {"explicit-parameters": 1, "explicit-compute": STEPS_OF_TWIN}.get(arm, 0)
         solver = deqfast.Anderson(rtol=options.tol, max_iter=40, history_size=5)
-        rows = Measurement(True, True, True)  # type: ignore[arg-type]  # each tensor has a row per image
+        rows = Measurement(True, True, True)  # type: ignore[arg-type]  # per_sample takes x's structure, with flags
         self.block = deqfast.DEQBlock(self.step, solver, "jfb", warn=False, trace=True, per_sample=rows)
 
     def forward(self, known: Measurement) -> tuple[Tensor, deqfast.Solution | None]:

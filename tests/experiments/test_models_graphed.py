@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import frame, graphs, restoration, sudoku, text
 from models.frame import Run
-from recorded import GPU, Graph, as_graphs  # noqa: F401  # a fixture for every test
+from recorded import GPU, Graph, as_graphs  # noqa: F401  # as_graphs: pytest finds the fixture by its import
 from runs.options import SettingsError, StudyError
 
 RESTORATION = restoration.Restoration(pretraining=4, steps=6, batch=1, patch=16, width=4)

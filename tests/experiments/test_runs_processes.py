@@ -192,4 +192,4 @@ def test_a_damaged_record_is_left_out_and_a_fault_of_the_code_is_raised():
     total, unfit = made(records, lambda numbers: sum(6 // n for n in numbers))
     assert total == 9 and [run.path.name for run in unfit] == ["0.json"]
     with pytest.raises(NameError):
-        made(records, lambda numbers: no_such_name)  # noqa: F821
+        made(records, lambda numbers: no_such_name)  # noqa: F821  # the fault that must be raised

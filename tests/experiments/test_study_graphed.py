@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nc_study import training
-from recorded import GPU, Graph, as_graphs  # noqa: F401  # a fixture for every test
+from recorded import GPU, Graph, as_graphs  # noqa: F401  # as_graphs: pytest finds the fixture by its import
 from test_study_training import trainer
 from tqdm import tqdm
 
