@@ -26,8 +26,12 @@ def race(board, problem, on_torch):
     compared = providers(on_torch)
     rows = [row for tol in TOLERANCES for row in measure(problem, compared, tol, ROUNDS)]
     if problem.name.startswith(SHOWN):
-        drawn = [one for one in compared if one.name in SHOWN_PROVIDERS or one.name == one.peer]
-        rows += courses(problem, [one for one in drawn if one.name != races.SMALL_RIDGE], ROUNDS)
+        drawn = [
+            provider
+            for provider in compared
+            if provider.name in SHOWN_PROVIDERS or provider.peer == provider.name != races.SMALL_RIDGE
+        ]
+        rows += courses(problem, drawn, ROUNDS)
     for row in rows:
         board.add(row)
 

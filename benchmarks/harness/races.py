@@ -52,7 +52,7 @@ def providers(on_torch: bool = False) -> list[Provider]:
         (f"broyden n={EVALUATIONS}", broyden, whole),
         ("broyden n=20", broyden, deqfast.Broyden),
     ]
-    plain = [one for one in ours if on_torch and one[0] in ("picard", "anderson m=6", "broyden n=20")]
+    plain = [entry for entry in ours if on_torch and entry[0] in ("picard", "anderson m=6", "broyden n=20")]
     theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
     return [
         *(Provider(f"deqfast {name}", peer, raced(make, "cpp")) for name, peer, make in ours),

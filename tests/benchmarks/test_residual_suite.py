@@ -20,7 +20,7 @@ def generator():
 def test_spectra_have_their_radius_and_are_spread_as_named():
     sizes = torch.linalg.eigvals(problems.gaussian(60, generator(), 0.9)).abs()
     assert float(sizes.max()) == pytest.approx(0.9, rel=1e-9) and float(sizes.min()) < 0.3 * 0.9
-    kinds = ((problems.even, -0.9, 0.11), (problems.clustered_at_one, -0.9, 0.37), (problems.decaying, -0.72, 0.03))
+    kinds = ((problems.even, -0.9, 0.11), (problems.clustered, -0.9, 0.37), (problems.decaying, -0.72, 0.03))
     for build, low, share in kinds:  # of the eigenvalues above 0.7
         values = torch.linalg.eigvalsh(build(40, generator(), 0.9))
         assert float(values.max()) == pytest.approx(0.9, rel=1e-9)
