@@ -15,7 +15,6 @@ from torch import Tensor
 
 import deqfast
 
-from .maps import NEVER
 from .peers import Solve, torchdeq_solve
 from .problems import Problem
 from .record import Row
@@ -63,28 +62,30 @@ def providers(on_torch: bool = False) -> list[Provider]:
 
 
 @torch.no_grad()
-def run(problem: Problem, provider: Provider, tol: float) -> tuple[Tensor, float, list[tuple[float, float]]]:
-    """Value of a solve, its time, and when each call of f began and ended (ms from the start of the solve)."""
+def run(problem: Problem, provider: Provider, tol: float) -> tuple[Tensor, float, list[float]]:
+    """Value of a solve, its time, and the time of each call of f (ms)."""
     solve, calls = provider.solve(tol), []
-    start = time.perf_counter()
-
-    def elapsed() -> float:
-        return 1e3 * (time.perf_counter() - start)
 
     def f(z: Tensor) -> Tensor:
-        begin = elapsed()
+        begin = time.perf_counter()
         value = problem.f(z)
-        calls.append((begin, elapsed()))
+        calls.append(1e3 * (time.perf_counter() - begin))
         return value
 
-    return solve(f, problem.z0), elapsed(), calls
+    start = time.perf_counter()
+    value = solve(f, problem.z0)
+    return value, 1e3 * (time.perf_counter() - start), calls
 
 
 def judged(problem: Problem, provider: Provider, tol: float) -> Row:
     """One solve: evaluations, residual in float64, and whether it is within the tolerance."""
     value, _, calls = run(problem, provider, tol)
     worst = float(problem.residuals(value).max())
-    row = named(problem, provider, "residual") | {
+    about = {"section": "residual", "case": problem.name, "provider": provider.name}
+    row = about | {
+        "batch": len(problem.z0),
+        "dim": problem.dim,
+        "dtype": "float32",
         "peer": provider.peer,
         "tol": tol,
         "evaluations": len(calls),
@@ -109,7 +110,7 @@ def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int)
     for _ in range(rounds):
         for provider in racing:
             _, spent, calls = run(problem, provider, tol)
-            times[provider.name].append((spent, sum(end - begin for begin, end in calls)))
+            times[provider.name].append((spent, sum(calls)))
     for name, spent_of in times.items():
         rows[name]["ms"] = statistics.median(total for total, _ in spent_of)
         rows[name]["ms_min"], rows[name]["f_ms"] = min(spent_of)
@@ -118,44 +119,6 @@ def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int)
         if row is not peer and "ms" in peer:
             row["gain"] = peer["ms"] / row["ms"]
     return list(rows.values())
-
-
-def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row]:
-    """A row per provider, of a solve that runs to max_iter.
-
-    It has the best residual so far of the worst sample after every evaluation, and the median time (ms) until f's value
-    was available. The residuals are those of f's arguments.
-    """
-    moments: dict[str, list[list[float]]] = {provider.name: [] for provider in compared}
-    for _ in range(rounds):
-        for provider in compared:
-            moments[provider.name].append([end for _, end in run(problem, provider, NEVER)[2]])
-    rows: list[Row] = []
-    for provider in compared:
-        ms = [statistics.median(ends) for ends in zip(*moments[provider.name], strict=True)]
-        residuals = [finite(residual) for residual in residuals_on_the_way(problem, provider)]
-        row = named(problem, provider, "residual course") | {"evaluations": len(residuals)}
-        rows.append(row | {"course": {"ms": ms, "residual": residuals}})
-    return rows
-
-
-@torch.no_grad()
-def residuals_on_the_way(problem: Problem, provider: Provider) -> list[float]:
-    """The best residual so far, of the worst sample, after every evaluation of a solve that runs to max_iter."""
-    seen: list[Tensor] = []
-
-    def f(z: Tensor) -> Tensor:
-        seen.append(problem.residuals(z.view_as(problem.z0)))
-        return problem.f(z)
-
-    provider.solve(NEVER)(f, problem.z0)
-    return torch.stack(seen).nan_to_num(math.inf).cummin(0).values.max(dim=1).values.tolist()
-
-
-def named(problem: Problem, provider: Provider, section: str) -> Row:
-    """Columns that identify a row."""
-    size = {"batch": len(problem.z0), "dim": problem.dim, "dtype": "float32"}
-    return {"section": section, "case": problem.name, "provider": provider.name, **size}
 
 
 def finite(value: float) -> float | None:

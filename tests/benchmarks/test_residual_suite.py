@@ -77,14 +77,6 @@ def test_every_solver_reaches_the_tolerance_and_may_evaluate_equally_often(provi
     assert row["reached"] and row["evaluations"] < races.EVALUATIONS
 
 
-def test_courses_only_descend():
-    (row,) = races.courses(HALF, races.providers()[:1], rounds=2)
-    ms, residual = row["course"]["ms"], row["course"]["residual"]
-    assert row["section"] == "residual course" and row["evaluations"] == len(ms) == len(residual)
-    assert sorted(residual, reverse=True) == residual and sorted(ms) == ms
-    assert residual[1] == pytest.approx(1 / 3)  # from 0 to 1 to 1.5
-
-
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(trained.StudyError, match="not the folder of a finished run"):
         trained.study_cell(tmp_path, None)
