@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +17,8 @@ from .peers import Solve, torchdeq_solve
 from .problems import Problem
 from .record import Row
 from .solves import solve_by
+from .suite import columns_of
+from .timing import in_turns
 
 TOLERANCES = (1e-3, 1e-5)
 EVALUATIONS = 60
@@ -41,6 +41,9 @@ def providers(on_torch: bool = False) -> list[Provider]:
     def raced(make: Callable[..., Any], kernel: str) -> Callable[[float], Solve]:
         return lambda tol: solve_by(kernel, make(tol, EVALUATIONS), "cpu")
 
+    def small_ridge(tol: float) -> Solve:
+        return torch.no_grad()(torchdeq_solve(deqfast.Anderson(tol, EVALUATIONS), lam=1e-8))
+
     picard, anderson, broyden = (f"torchdeq {name}" for name in ("fixed_point_iter", "anderson m=6", "broyden"))
     whole = partial(deqfast.Broyden, history_size=EVALUATIONS)  # torchdeq's default
     ours: list[tuple[str, str, Callable[..., Any]]] = [
@@ -57,29 +60,20 @@ def providers(on_torch: bool = False) -> list[Provider]:
         *(Provider(f"deqfast {name}", peer, raced(make, "cpp")) for name, peer, make in ours),
         *(Provider(f"torch {name}", peer, raced(make, "torch")) for name, peer, make in plain),
         *(Provider(name, name, raced(make, "torchdeq")) for name, make in theirs.items()),
-        Provider(SMALL_RIDGE, SMALL_RIDGE, lambda tol: torchdeq_solve(deqfast.Anderson(tol, EVALUATIONS), lam=1e-8)),
+        Provider(SMALL_RIDGE, SMALL_RIDGE, small_ridge),
     ]
-
-
-@torch.no_grad()
-def run(problem: Problem, provider: Provider, tol: float) -> tuple[Tensor, float, list[float]]:
-    """Value of a solve, its time, and the time of each call of f (ms)."""
-    solve, calls = provider.solve(tol), []
-
-    def f(z: Tensor) -> Tensor:
-        begin = time.perf_counter()
-        value = problem.f(z)
-        calls.append(1e3 * (time.perf_counter() - begin))
-        return value
-
-    start = time.perf_counter()
-    value = solve(f, problem.z0)
-    return value, 1e3 * (time.perf_counter() - start), calls
 
 
 def judged(problem: Problem, provider: Provider, tol: float) -> Row:
     """One solve: evaluations, residual in float64, and whether it is within the tolerance."""
-    value, _, calls = run(problem, provider, tol)
+    calls = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return problem.f(z)
+
+    value = provider.solve(tol)(f, problem.z0)
     worst = float(problem.residuals(value).max())
     about = {"section": "residual", "case": problem.name, "provider": provider.name}
     row = about | {
@@ -88,32 +82,26 @@ def judged(problem: Problem, provider: Provider, tol: float) -> Row:
         "dtype": "float32",
         "peer": provider.peer,
         "tol": tol,
-        "evaluations": len(calls),
+        "evaluations": calls,
         "most_evaluations": EVALUATIONS,
         "residual": finite(worst),
         "reached": worst <= SLACK * tol,
     }
     if not row["reached"]:
-        row["skipped"] = f"residual {worst:.1e} after {len(calls)} evaluations"
+        row["skipped"] = f"residual {worst:.1e} after {calls} evaluations"
     return row
 
 
 def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int) -> list[Row]:
-    """A row per provider; rounds of those that reach the tolerance are interleaved.
+    """A row per provider; those that reach the tolerance are timed in turns.
 
-    ms, ms_min: median and least time of the whole call, f included. f_ms: time within f in the fastest call. gain: the
-    peer's `ms` over this one's if both reach the tolerance.
+    The times are of the whole call, f included. gain: the peer's `ms` over this one's if both reach the tolerance.
     """
     rows = {provider.name: judged(problem, provider, tol) for provider in compared}
     racing = [provider for provider in compared if rows[provider.name]["reached"]]
-    times: dict[str, list[tuple[float, float]]] = {provider.name: [] for provider in racing}
-    for _ in range(rounds):
-        for provider in racing:
-            _, spent, calls = run(problem, provider, tol)
-            times[provider.name].append((spent, sum(calls)))
-    for name, spent_of in times.items():
-        rows[name]["ms"] = statistics.median(total for total, _ in spent_of)
-        rows[name]["ms_min"], rows[name]["f_ms"] = min(spent_of)
+    solves = {provider.name: partial(provider.solve(tol), problem.f, problem.z0) for provider in racing}
+    for name, seconds in in_turns(solves, rounds=rounds, seconds=math.inf).items():
+        rows[name] |= columns_of(seconds)
     for provider in racing:
         row, peer = rows[provider.name], rows[provider.peer]
         if row is not peer and "ms" in peer:

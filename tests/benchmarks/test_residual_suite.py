@@ -58,7 +58,7 @@ def test_evaluations_are_counted_and_the_value_of_every_sample_is_judged():
     """A value that is not finite does not reach the tolerance."""
     (right,) = races.measure(HALF, [stub(lambda z: torch.full_like(z, 2), 7)], 1e-3, rounds=2)
     assert (right["evaluations"], right["reached"], right["residual"]) == (7, True, 0.0)
-    assert 0 < right["f_ms"] < right["ms_min"] <= right["ms"]
+    assert 0 < right["ms_min"] <= right["ms"]
     (wrong,) = races.measure(HALF, [stub(lambda z: z + torch.tensor([[2.0], [1.99]]), 7)], 1e-3, rounds=2)
     assert not wrong["reached"] and "ms" not in wrong and "2.5e-03 after 7" in wrong["skipped"]
     assert HALF.residuals(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).tolist() == [0.0, 1.0]
