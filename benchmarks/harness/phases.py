@@ -61,8 +61,8 @@ class Place:
 
     def has(self, section: str, case: str, provider: str | None = None) -> bool:
         """Whether an earlier try, or this one, has a row of this."""
-        given = [(row["section"], row["case"], *[row["provider"]] * (provider is not None)) for row in self.rows]
-        return (section, case, *[provider] * (provider is not None)) in given
+        providers = [row["provider"] for row in self.rows if (row["section"], row["case"]) == (section, case)]
+        return bool(providers) if provider is None else provider in providers
 
 
 Rows = Iterator[list[Row]]
