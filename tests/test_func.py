@@ -7,24 +7,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, lost
+from solutions import ADJOINTS, TIGHT, adjoints
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, stack_module_state, vjp, vmap
 
-from deqfast import JFB, Anderson, Broyden, DEQBlock, FCCell, Implicit, Neumann, Phantom, Status, Unrolled
+from deqfast import JFB, Anderson, DEQBlock, FCCell, Implicit, Status, Unrolled
 from deqfast.gradients import Adjoint
 
-TIGHT = Broyden(rtol=1e-13, max_iter=60)
-ADJOINTS = {
-    "jfb": JFB(),
-    "implicit": Implicit(TIGHT),
-    "neumann": Neumann(steps=3),
-    "phantom": Phantom(steps=3),
-    "unrolled": Unrolled(steps=80),
-}
-every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS.values(), ids=ADJOINTS)
-exact = pytest.mark.parametrize("adjoint", [ADJOINTS["implicit"], ADJOINTS["unrolled"]], ids=["implicit", "unrolled"])
+every_adjoint = adjoints("jfb", "implicit", "neumann", "phantom", "unrolled")
+exact = adjoints("implicit", "unrolled")
 
 
 def tight_block(adjoint, **options):
