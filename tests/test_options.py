@@ -202,7 +202,7 @@ class TestGroups:
             def forward(self, z, x):
                 return torch.tanh(product(z.mT, mixing).mT + x)
 
-        options = {"solver": Anderson(max_iter=6), "kernel": "torch", "warn": False}  # an export holds all evaluations
+        options = {"solver": Anderson(max_iter=3), "kernel": "torch", "warn": False}  # an export holds all evaluations
         expected = DEQBlock(Mixed(), **options)(x, groups="batch")
         block = DEQBlock(Mixed(), **options, groups="batch")
         calls = [block, torch.compile(block, backend="eager", fullgraph=True), lambda x: block.trajectory(x, [1])[-1]]
