@@ -32,14 +32,14 @@ SOLVERS: tuple[Any, ...] = (
     deqfast.Anderson(NEVER, ITERATIONS, history_dtype=BF16),
     deqfast.Broyden(NEVER, ITERATIONS),
 )
-FC, MEDIUM, LAST_STAGE, ONE, MDEQ = (128, 256), (256, 1024), (128, 8192), (1, 65536), (32, 65536)
+FC, MEDIUM, LAST_STAGE, SINGLE, MDEQ = (128, 256), (256, 1024), (128, 8192), (1, 65536), (32, 65536)
 STAGE_IMAGE, MDEQ_IMAGE = (128, 512, 4, 4), (8, 64, 32, 32)
 GPU: dict[str, Any] = {"devices": ("cuda",)}
 
 
 def ops() -> Iterator[Case]:
     """Steps of the solvers with full windows, Broyden's from pairs and from steps; ops of the cells."""
-    for size in (FC, LAST_STAGE, ONE, MDEQ):
+    for size in (FC, LAST_STAGE, SINGLE, MDEQ):
         yield step_case(None, *size)
         yield step_case("and2", *size, 6)
         yield step_case("and2", *size, 6, BF16)
@@ -58,7 +58,7 @@ def ops() -> Iterator[Case]:
 
 def solves() -> Iterator[Case]:
     for solver in SOLVERS:
-        for shape in (LAST_STAGE, MEDIUM, ONE, MDEQ):
+        for shape in (LAST_STAGE, MEDIUM, SINGLE, MDEQ):
             yield solve_case(solver, shape)
         yield solve_case(solver, FC, "fc")
     for batch, dim, dtype in ((128, 256, torch.float32), (128, 256, BF16), (1, 256, torch.float32)):
