@@ -1,15 +1,17 @@
-"""The solvers under test, what they evaluate, and what must hold for their solutions."""
+"""The solvers and adjoints under test, what they evaluate, and what must hold for their solutions."""
 
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from correctness import FixedPoint, rounding
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from deqfast import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from deqfast.engine.solve import Inverse, Options, Solve
 from deqfast.solution import Solution
 from deqfast.solvers import Anderson, Broyden, Picard, Solver
@@ -22,6 +24,23 @@ SOLVERS: dict[str, Callable[..., Solver]] = {
     "broyden": Broyden,
     "broyden-bad": partial(Broyden, kind="bad"),
 }
+TIGHT = Broyden(rtol=1e-13, max_iter=60)
+# name -> adjoint, with which a gradient that is exact in the limit is so to rounding.
+ADJOINTS = {
+    "jfb": JFB(),
+    "implicit": Implicit(TIGHT),
+    "neumann": Neumann(steps=3),
+    "phantom": Phantom(steps=3),
+    "reversible": Reversible(steps=12),
+    "shine": SHINE(),
+    "unrolled": Unrolled(steps=60),
+    "checkpoint": Unrolled(steps=60, checkpoint=True),
+}
+
+
+def adjoints(*names: str) -> pytest.MarkDecorator:
+    """The mark of a test of these adjoints."""
+    return pytest.mark.parametrize("adjoint", [ADJOINTS[name] for name in names], ids=names)
 
 
 class Recorder:

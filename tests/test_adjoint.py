@@ -11,7 +11,7 @@ import pytest
 import torch
 from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding
 from own_sums import Linear, product
-from solutions import SOLVERS
+from solutions import SOLVERS, TIGHT, adjoints
 from torch import nn
 
 from deqfast import (
@@ -31,17 +31,7 @@ from deqfast import (
 )
 from deqfast.gradients import as_adjoint
 
-TIGHT = 1e-13
-ADJOINTS = {
-    "jfb": JFB(),
-    "implicit": Implicit(Broyden(rtol=TIGHT, max_iter=40)),
-    "neumann": Neumann(steps=3),
-    "phantom": Phantom(steps=3),
-    "reversible": Reversible(steps=12),
-    "unrolled": Unrolled(steps=60),
-    "checkpoint": Unrolled(steps=60, checkpoint=True),
-}
-every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS.values(), ids=ADJOINTS)
+every_adjoint = adjoints("jfb", "implicit", "neumann", "phantom", "reversible", "unrolled", "checkpoint")
 
 
 class Toy:
@@ -65,7 +55,7 @@ class Toy:
 
     def block(self, adjoint, solver=None, **options):
         options = {"warn": False, **options}  # a few steps of an adjoint do not converge to TIGHT
-        return DEQBlock(self.cell, solver or Broyden(rtol=TIGHT, max_iter=40), adjoint, **options)
+        return DEQBlock(self.cell, solver or TIGHT, adjoint, **options)
 
     def gradients(self, adjoint, solver=None, **options):
         z = self.block(adjoint, solver, **options)(self.x, z0=self.z0)
@@ -76,7 +66,7 @@ class Toy:
 @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
 def test_implicit_equals_unrolled(name, kernel):
     toy = Toy()
-    solver = SOLVERS[name](rtol=TIGHT, max_iter=120)
+    solver = SOLVERS[name](TIGHT.rtol, 120)
     implicit = toy.gradients(Implicit(solver), solver, kernel=kernel)
     assert_close(implicit, toy.gradients(Unrolled(steps=120)), GRADIENT)
 
@@ -204,7 +194,7 @@ class TestCalls:
     def test_implicit_starts_at_the_gradient_and_ends_at_its_solution(self):
         toy = Toy()
         cell, log = self.probed(toy)
-        block = DEQBlock(cell, Broyden(rtol=TIGHT, max_iter=40), Implicit(Broyden(rtol=TIGHT, max_iter=40)))
+        block = DEQBlock(cell, TIGHT, Implicit(TIGHT))
         z = block(toy.x, z0=toy.z0)
         assert block.backward_solution is None
         z.backward(toy.cotangent)
@@ -319,7 +309,7 @@ class TestSecondDerivatives:
     @pytest.mark.parametrize("held", ["by the cell", "by both"])
     def test_implicit_is_differentiable_any_number_of_times(self, held):
         # Few numbers, since finite differences are taken for all pairs.
-        toy, solver = Toy(batch=2, n=1, m=2), Broyden(rtol=TIGHT, max_iter=60)
+        toy, solver = Toy(batch=2, n=1, m=2), TIGHT
 
         def layer(x, w, u, b):
             def cell(z, given):

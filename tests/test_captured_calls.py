@@ -131,7 +131,7 @@ def compare_replay(solver, shape, provider):
 
 
 PROVIDERS = GRAPHS if DEVICE == "cuda" else ("cpp-graph",)
-SHAPES = (cases.LAST_STAGE, cases.FC, cases.ONE) if DEVICE == "cuda" else ((3, 32),)
+SHAPES = (cases.LAST_STAGE, cases.FC, cases.SINGLE) if DEVICE == "cuda" else ((3, 32),)
 solvers = pytest.mark.parametrize("solver", cases.SOLVERS, ids=solver_name)
 
 

@@ -215,7 +215,7 @@ class TestTheSameAsTorchdeq:
         assert ours.evaluations == evaluations <= theirs.evaluations == 16
 
     @pytest.mark.parametrize("kind", ["ift", "hook_ift"])
-    @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
+    @pytest.mark.parametrize("solver", SOLVES)
     def test_implicit(self, solver, kind):
         """The same gradient passes in evaluation, in which torchdeq has none."""
         options = {"f_solver": solver, "f_tol": 1e-9, "f_max_iter": 80, kind: True}

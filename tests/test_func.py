@@ -7,24 +7,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, lost
+from solutions import ADJOINTS, TIGHT, adjoints
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, stack_module_state, vjp, vmap
 
-from deqfast import JFB, Anderson, Broyden, DEQBlock, FCCell, Implicit, Neumann, Phantom, Status, Unrolled
+from deqfast import JFB, Anderson, DEQBlock, FCCell, Implicit, Status, Unrolled
 from deqfast.gradients import Adjoint
 
-TIGHT = Broyden(rtol=1e-13, max_iter=60)
-ADJOINTS = {
-    "jfb": JFB(),
-    "implicit": Implicit(TIGHT),
-    "neumann": Neumann(steps=3),
-    "phantom": Phantom(steps=3),
-    "unrolled": Unrolled(steps=80),
-}
-every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS.values(), ids=ADJOINTS)
-exact = pytest.mark.parametrize("adjoint", [ADJOINTS["implicit"], ADJOINTS["unrolled"]], ids=["implicit", "unrolled"])
+every_adjoint = adjoints("jfb", "implicit", "neumann", "phantom", "unrolled")
+exact = adjoints("implicit", "unrolled")
 
 
 def tight_block(adjoint, **options):
@@ -210,6 +203,18 @@ class TestErrors:
             DEQBlock(lambda z, x: 0.5 * z + x, TIGHT, adjoint)(torch.ones(2, 3))
 
 
+TRANSFORMS = {  # of a loss of weights and x; whether it is refused
+    "grad": (grad, True),
+    "jacrev": (jacrev, True),
+    "hessian": (hessian, True),
+    "vjp": (lambda loss: lambda *given: vjp(loss, *given)[1](torch.ones(()).double()), True),
+    "vmap(grad)": (lambda loss: lambda w, x: vmap(grad(loss), (None, 0))(w, x[:, None]), True),
+    "jacfwd": (jacfwd, False),
+    "jvp": (lambda loss: lambda *given: jvp(loss, given, given), False),
+    "vmap": (lambda loss: lambda w, x: vmap(loss, (None, 0))(w, x[:, None]), False),
+}
+
+
 @pytest.mark.tier("full")
 class TestCompiled:
     """torch.compile around transforms: right between two graphs, or refused."""
@@ -225,34 +230,15 @@ class TestCompiled:
         return torch.compile(f, backend=backend), f, (weights, x)
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    @pytest.mark.parametrize(
-        "transform",
-        [
-            grad,
-            jacrev,
-            hessian,
-            lambda loss: lambda *given: vjp(loss, *given)[1](torch.ones((), dtype=torch.float64)),
-            lambda loss: lambda weights, x: vmap(grad(loss), (None, 0))(weights, x[:, None]),
-        ],
-        ids=["grad", "jacrev", "hessian", "vjp", "vmap(grad)"],
-    )
-    def test_gradients_are_refused(self, transform, backend):
-        fast, _, given = self.compiled(transform, backend)
-        with pytest.raises(RuntimeError, match=r"torch.compile cannot be combined with a gradient.*compiler.disable"):
-            fast(*given)
-
-    @pytest.mark.parametrize(
-        "transform",
-        [
-            jacfwd,
-            lambda loss: lambda *given: jvp(loss, given, given),
-            lambda loss: lambda weights, x: vmap(loss, (None, 0))(weights, x[:, None]),
-        ],
-        ids=["jacfwd", "jvp", "vmap"],
-    )
-    def test_tangents_and_batches(self, transform):
-        fast, plain, given = self.compiled(transform)
-        assert_close(fast(*given), plain(*given), GRADIENT)
+    @pytest.mark.parametrize(("transform", "refused"), TRANSFORMS.values(), ids=TRANSFORMS)
+    def test_what_is_served_is_right(self, transform, refused, backend):
+        fast, plain, given = self.compiled(transform, backend)
+        if refused:
+            words = r"torch.compile cannot be combined with a gradient.*compiler.disable"
+            with pytest.raises(RuntimeError, match=words):
+                fast(*given)
+        else:
+            assert_close(fast(*given), plain(*given), GRADIENT)
 
     def test_gradients_around_compiled_code_and_left_out_of_it(self):
         fast, plain, given = self.compiled(lambda loss: lambda *given: torch.compiler.disable(grad(loss))(*given))

@@ -14,7 +14,7 @@ import torch
 from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, assert_close, bounds, lost, rounding
 from harness.counters import count
 from own_sums import product
-from solutions import SOLVERS, assert_same_solution
+from solutions import SOLVERS, TIGHT, adjoints, assert_same_solution
 
 from deqfast import (
     JFB,
@@ -39,18 +39,13 @@ from deqfast import (
 )
 from deqfast.state.rows import mark_samples
 
-TIGHT = Broyden(rtol=1e-13, max_iter=60)
 MIX = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]
 GROUPS = torch.tensor([2, 0, 0, 1, 2, 2, 0])  # neither in order nor equally long
 LARGE = 2.0**13  # the power of two next to 1e4
 SCALE = {"large": 1e4, "small": 1.0}
 RATES = torch.tensor([0.1, 0.2, 0.3, 0.5, 0.7, 0.9])[:, None]
 on_cpu = pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
-every_adjoint = pytest.mark.parametrize(
-    "adjoint",
-    [JFB(), Implicit(TIGHT), Neumann(5), Phantom(4, 0.5), SHINE(), Unrolled(60), Reversible(25)],
-    ids=lambda adjoint: type(adjoint).__name__,
-)
+every_adjoint = adjoints("jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled")
 
 
 def plain(z, x):
@@ -207,7 +202,7 @@ class TestGroups:
             def forward(self, z, x):
                 return torch.tanh(product(z.mT, mixing).mT + x)
 
-        options = {"solver": Anderson(max_iter=6), "kernel": "torch", "warn": False}  # an export holds all evaluations
+        options = {"solver": Anderson(max_iter=3), "kernel": "torch", "warn": False}  # an export holds all evaluations
         expected = DEQBlock(Mixed(), **options)(x, groups="batch")
         block = DEQBlock(Mixed(), **options, groups="batch")
         calls = [block, torch.compile(block, backend="eager", fullgraph=True), lambda x: block.trajectory(x, [1])[-1]]

@@ -1,4 +1,4 @@
-"""What is refused: wrong arguments, by their name and what to write instead; options that do not go together."""
+"""Wrong arguments, refused by their name with what to write instead, and options that do not go together."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from deqfast import (
     SolveDropout,
     SubhomogeneousCell,
     Unrolled,
+    diagnose,
     find_fixed_points,
     root,
     solve,
@@ -106,7 +107,10 @@ NAMES = [
     (lambda: DEQBlock(halve, solvr="picard"), TypeError, "'solvr'; did you mean 'solver'?"),
     (lambda: DEQBlock(halve, colour=1), TypeError, "DEQBlock takes no argument 'colour'"),
     (lambda: Anderson(lam=1e-4), TypeError, "did you mean 'ridge'?"),
+    (lambda: Anderson(m=6), TypeError, "did you mean 'history_size'?"),
+    (lambda: Anderson(beta=0.5), TypeError, "did you mean 'relaxation'?"),
     (lambda: Broyden(step=1), TypeError, "did you mean 'relaxation'?"),
+    *[(partial(Broyden, **{name: 1e-3}), TypeError, "did you mean 'rtol'?") for name in ("f_tol", "tol")],
     (lambda: DEQBlock(halve, adjoint="ift"), ValueError, "got 'ift'; did you mean 'implicit'?"),
     (lambda: DEQBlock(halve, adjoint="phantom_grad"), ValueError, "did you mean 'phantom'?"),
     (lambda: DEQBlock(halve, "fixed_point_iter"), ValueError, "did you mean 'picard'?"),
@@ -114,6 +118,12 @@ NAMES = [
     (lambda: DEQBlock(halve, adjoint="JFB"), ValueError, "did you mean 'jfb'?"),
     (lambda: DEQBlock(halve, Broyden), ValueError, "did you mean Broyden()?"),
     (lambda: DEQBlock(halve, kernel="tritn"), ValueError, "got 'tritn'; did you mean 'triton'?"),
+    (lambda: DEQBlock(halve, kernel="cpu"), ValueError, "did you mean 'cpp'"),
+    (lambda: DEQBlock(halve, kernel="gpu"), ValueError, "did you mean 'cuda'"),
+    (lambda: DEQBlock(halve, compile="yes"), ValueError, "compile must be one of False, True, 'forward'"),
+    (lambda: DEQBlock(halve, eval_solver="fast"), ValueError, "eval_solver must be"),
+    (lambda: DEQBlock(halve, JFB()), ValueError, "got JFB()"),
+    (lambda: DEQBlock(halve, callback=print), TypeError, "'callback'; did you mean 'stop_fn'?"),
     (lambda: ResidualCell(8, kernel="fast"), ValueError, "one of 'auto', "),
     (lambda: deqfast.NeuralCollapse(2, kernel="cublas"), ValueError, "one of 'auto', "),
     (lambda: deqfast.neural_collapse(Z0[:2], LABELS, kernel="cublas"), ValueError, "got 'cublas'"),
@@ -125,10 +135,17 @@ CALLS = [
     (lambda: DEQBlock(FCCell), TypeError, "cell must be"),
     (lambda: DEQBlock(nn.Linear(3, 3)), TypeError, "cell must accept (z, x)"),
     (lambda: DEQBlock(lambda z: z), TypeError, "takes (z)"),
+    (lambda: DEQBlock(lambda z, x, mask: z), TypeError, "several inputs go into x, as a tuple"),
+    (lambda: DEQBlock(nn.Bilinear(8, 3, 8))(Z0), ValueError, "start, a tensor of torch.float32 (4, 3): "),
+    (lambda: DEQBlock(FCCell(3, 3).to("meta"))(Z0), ValueError, "weight on meta"),
+    (lambda: DEQBlock(FCCell(3, 3))(Z0.double()), ValueError, "give x the cell's dtype"),
+    (lambda: DEQBlock(FCCell(3, 3))(Z0.numpy()), TypeError, "x must be a floating-point tensor, got ndarray"),
+    (lambda: DEQBlock(halve)(Z0, Z0, Z0), TypeError, "return_solution must be True or False, "),
+    (lambda: diagnose(Z0, halve), TypeError, "got a tensor of torch.float32 (4, 3)"),
     (lambda: DEQBlock(halve, init=0.0), TypeError, "init must be callable, got 0.0"),
     (lambda: DEQBlock(LEARNED)(Z0), TypeError, "initial_state of the cell must be a method of x, got Parameter"),
     *[
-        (partial(DEQBlock(halve), x), ValueError, "Pass z0")
+        (partial(DEQBlock(halve), x), ValueError, "Pass z0 to the call, or init=... to DEQBlock")
         for x in (torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0)
     ],
     (lambda: DEQBlock(torch.add)(torch.ones(4, 3), torch.ones(2, 3)), ValueError, "(2, 3) and (4, 3)"),
@@ -151,6 +168,7 @@ CALLS = [
     (valued(torch.zeros(4, 2)), ValueError, "f must return the shape of its argument, (4, 3), got (4, 2)"),
     (valued(torch.zeros(3, 3)), ValueError, "(4, 3), got (3, 3)"),
     (valued((Z0,)), ValueError, "f must return a tensor of shape (4, 3), got tuple"),
+    (lambda: solve(lambda z: {"b": z["a"]}, {"a": Z0}), ValueError, "f must return the structure"),
     (valued(None), ValueError, "a tensor of shape (4, 3), got None"),
     (
         lambda: solve(lambda z: (Z0, Z0[:, :2]), (Z0, Z0[:, :1])),
