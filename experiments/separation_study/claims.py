@@ -46,17 +46,16 @@ class Comparison:
 def compare(comparisons: Sequence[Comparison]) -> list[Claim]:
     """Judge claims together: Holm's adjustment of two-sided p-values, each of the mean over tasks of the mean
     differences. Fewer than five seeds in a task decide nothing."""
-    found = [estimate(one.tasks) if min(map(len, one.tasks)) > 1 else None for one in comparisons]
-    adjusted = holm([one.p_different if one else 1.0 for one in found])
+    estimates = [estimate(each.tasks) if min(map(len, each.tasks)) > 1 else None for each in comparisons]
+    adjusted = holm([pooled.p_different if pooled else 1.0 for pooled in estimates])
     claims = []
-    for one, pooled, p in zip(comparisons, found, adjusted, strict=True):
-        seeds = min(map(len, one.tasks))
-        verdict = OPEN
-        numbers = f"{fmean(map(fmean, one.tasks)):+.2f} of one seed" if seeds else "no seed"
+    for each, pooled, p in zip(comparisons, estimates, adjusted, strict=True):
+        seeds, verdict = min(map(len, each.tasks)), OPEN
+        numbers = f"{fmean(map(fmean, each.tasks)):+.2f} of one seed" if seeds else "no seed"
         if pooled:
             low, high = pooled.interval
             numbers = f"{pooled.mean:+.2f} [{low:+.2f}, {high:+.2f}], p = {p:.2g}"
-            if one.judged and seeds >= SEEDS and p <= ALPHA:
-                verdict = HOLDS if (pooled.mean > 0) == one.greater else FAILS
-        claims.append(Claim(one.claim, verdict, numbers, seeds, one.source, one.reason))
+            if each.judged and seeds >= SEEDS and p <= ALPHA:
+                verdict = HOLDS if (pooled.mean > 0) == each.greater else FAILS
+        claims.append(Claim(each.claim, verdict, numbers, seeds, each.source, each.reason))
     return claims
