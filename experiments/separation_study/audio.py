@@ -21,7 +21,7 @@ from scipy import signal
 from scipy.io import wavfile
 from torch import Tensor
 
-from .claims import Comparison, compare
+from .claims import Comparison, compare, comparison
 from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .sawtooth import LEARNT
@@ -160,13 +160,8 @@ def _comparison(encoding: str, rule: str, recordings: list[list[tuple[Trained, .
     fitted = partial(Trained.error, name="fitted")
     pairs = [(deq, fnn) for deq, *fnns in recordings for fnn in fnns if fnn[0].name.endswith(rule)]
     lowest = min(fitted(network) for pair in pairs for seeds in pair for network in seeds)
-    return Comparison(
-        f"{encoding}: the DEQ's error is below the FNN's at equal {rule}",
-        RECONSTRUCTION,
-        [log_ratios(*pair, fitted) for pair in pairs],
-        f"log10 ratio on fitted samples; the lowest error of either is {lowest:.2g}",
-        judged=lowest <= LEARNT,
-    )
+    differences = [log_ratios(*pair, fitted) for pair in pairs]
+    return comparison("audio", differences, lowest <= LEARNT, encoding=encoding, rule=rule, lowest=lowest)
 
 
 def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:

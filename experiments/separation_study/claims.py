@@ -1,15 +1,19 @@
-"""Verdicts on the paper's claims."""
+"""Verdicts on the paper's claims, whose texts are in claims.csv."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from nc_study.reporting.verdicts import ALPHA, estimate, holm
 
 SEEDS = 5  # fewer seeds decide nothing
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not distinguishable"
+TEXTS = {row.pop("key"): row for row in csv.DictReader(Path(__file__).with_name("claims.csv").open(encoding="utf-8"))}
+"""Source, claim, numbers and reason of each claim by its key; names in braces are filled in by the experiments."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,16 @@ class Claim:
     seeds: int
     source: str  # one of frame.SOURCES: of the task that it was judged on
     reason: str
+
+
+def filled(key: str, **values: object) -> dict[str, str]:
+    """Return the texts of a claim with values filled in."""
+    return {name: text.format(**values) for name, text in TEXTS[key].items()}
+
+
+def exact_claim(key: str, verdict: str, seeds: int, **values: object) -> Claim:
+    """Make a claim that is judged without statistics."""
+    return Claim(verdict=verdict, seeds=seeds, **filled(key, **values))
 
 
 def within(value: float, tolerance: float) -> str:
@@ -41,6 +55,14 @@ class Comparison:
     reason: str
     judged: bool = True  # False if `reason` says why nothing can be judged
     greater: bool = False
+
+
+def comparison(
+    key: str, differences: Sequence[Sequence[float]], judged: bool = True, greater: bool = False, **values: object
+) -> Comparison:
+    """Make a comparison with the texts of a claim."""
+    texts = filled(key, **values)
+    return Comparison(texts["claim"], texts["source"], differences, texts["reason"], judged, greater)
 
 
 def compare(comparisons: Sequence[Comparison]) -> list[Claim]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .claims import FAILS, HOLDS, Claim, Comparison, compare, within
+from .claims import FAILS, HOLDS, Claim, Comparison, compare, comparison, exact_claim, within
 from .diagonal import ADJOINTS, RULES, SOLVER, DiagonalCell, Rule
 from .frame import DERIVED, RECONSTRUCTION, Row, Section, Table, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
@@ -253,8 +253,8 @@ def _comparisons(tasks: dict[str, list[tuple[Trained, ...]]]) -> list[Comparison
     for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
         differences = [log_ratios(kind[index], kind[2], partial(Trained.error, name="unseen")) for kind in by_kind]
         seen = max(network.error("seen") for kind in by_kind for network in kind[index])
-        reason = f"log10 ratio over {', '.join(tasks)}; its error on the seen part is at most {seen:.1e}"
-        compared.append(Comparison(f"The {label}'s GOTU error is below the FNN's", RECONSTRUCTION, differences, reason))
+        texts = {"label": label, "tasks": ", ".join(tasks), "seen": seen}
+        compared.append(comparison("gotu trained", differences, **texts))
     return compared
 
 
@@ -265,26 +265,12 @@ def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:
     lower = [each for each, other in zip(deq, network, strict=True) if each.predicted < other.predicted]
     usual = {rule.name: predicted_error(rule, USUAL[rule.name]) for rule in RULES if rule.name in USUAL}
     starts, every = (", ".join(f"{each.initial:g}" for each in some) for some in (lower, deq))
-    exact = partial(Claim, seeds=1, source=DERIVED)
+    below = HOLDS if len(lower) == len(deq) else FAILS
+    usually = HOLDS if usual["DEQ"] < usual["diagonal network"] else FAILS
     return [
-        exact(
-            claim="Canonical hold-out: descent ends at the predicted 4 (c_k - β_k)²",
-            verdict=within(apart, AGREES),
-            numbers=f"relative difference at most {apart:.1e}",
-            reason="deterministic; the difference is due to the step size",
-        ),
-        exact(
-            claim="Canonical hold-out: the diagonal DEQ's error is below the diagonal network's from the same β(0)",
-            verdict=HOLDS if len(lower) == len(deq) else FAILS,
-            numbers=f"lower at {starts or 'none'} of β(0) = {every}",
-            reason="deterministic; holds only if it holds for every β(0)",
-        ),
-        exact(
-            claim="The same, each from its usual start: DEQ β(0) = 1 (w = 0), network β(0) = 1e-4 (small weights)",
-            verdict=HOLDS if usual["DEQ"] < usual["diagonal network"] else FAILS,
-            numbers=f"{usual['DEQ']:.3f} and {usual['diagonal network']:.3f}",
-            reason="deterministic; the start makes the difference, not the architecture",
-        ),
+        exact_claim("gotu predicted", within(apart, AGREES), 1, apart=apart),
+        exact_claim("gotu same start", below, 1, starts=starts or "none", every=every),
+        exact_claim("gotu usual start", usually, 1, deq=usual["DEQ"], network=usual["diagonal network"]),
     ]
 
 

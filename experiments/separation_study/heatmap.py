@@ -11,7 +11,7 @@ import torch
 from runs import style
 from torch import Tensor, nn
 
-from .claims import Comparison, compare
+from .claims import compare, comparison
 from .diagonal import participation
 from .frame import RECONSTRUCTION, Picture, Row, Section, Table, Unit, experiment, notes
 from .gotu import TARGETS, DiagonalDEQ, evaluate
@@ -123,14 +123,11 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     after = [[ratio for ratio, _ in networks] for networks in dense["after"]]
     # The diagonal DEQ starts with coefficients β₊ - β₋ of 0, which have no density.
     differences = {
-        "The diagonal linear DEQ's features are denser than the FNN's": [fnn - diagonal for diagonal, _, fnn in after],
-        "The DEQ's features are denser than the FNN's": [fnn - deq for _, deq, fnn in after],
-        "Training makes the DEQ's features denser than they were at its start": [
-            start[1][0] - end[1] for start, end in zip(dense["before"], after, strict=True)
-        ],
+        "diagonal": [fnn - diagonal for diagonal, _, fnn in after],
+        "deq": [fnn - deq for _, deq, fnn in after],
+        "training": [start[1][0] - end[1] for start, end in zip(dense["before"], after, strict=True)],
     }
-    reason = "difference in participation ratio: FNN minus DEQ, or before minus after"
-    claims = compare([Comparison(claim, RECONSTRUCTION, [seeds], reason) for claim, seeds in differences.items()])
+    claims = compare([comparison(f"heatmap {name}", [seeds]) for name, seeds in differences.items()])
     rows: list[Row] = []
     for index, networks in enumerate(kinds([result.networks for result in by_seed])):
         row: Row = {"network": networks[0].name, "error": spread(network.error("seen") for network in networks)}

@@ -28,7 +28,7 @@ from scipy import stats
 from torch import Tensor
 from tqdm import tqdm
 
-from .claims import Comparison, compare
+from .claims import Comparison, compare, comparison
 from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit, experiment, notes
 
 DRAWN_ARMS = ("explicit", "tied-1", "deq-implicit")
@@ -174,7 +174,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         for arm in result.arms:
             tasks.setdefault(unit.task, {}).setdefault(arm.name, {})[unit.seed] = arm
     compared = [
-        _broader(f"{task}: the maps of {name} are broader than those of {control}", arm, arms[control])
+        _broader(arm, arms[control], task=task, arm=name, control=control)
         for task, arms in tasks.items()
         for name, arm in arms.items()
         for control in CONTROLS
@@ -188,21 +188,21 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     return Section(items, compare(compared), tables, [_picture(*next(iter(results.items())))])
 
 
-def _broader(claim: str, deq: dict[int, Arm], control: dict[int, Arm]) -> Comparison:
+def _broader(deq: dict[int, Arm], others: dict[int, Arm], **names: str) -> Comparison:
     def differences(name: str) -> list[float]:
-        pairs = [(deq[seed].values[name], control[seed].values[name]) for seed in deq if seed in control]
+        pairs = [(deq[seed].values[name], others[seed].values[name]) for seed in deq if seed in others]
         return [own - other for own, other in pairs if own is not None and other is not None]
 
     survives = np.mean([arm.values["rank correlation"] or 0 for arm in deq.values()]) > SURVIVES
     held = differences("half")
-    accuracy = float(np.mean([arm.values["accuracy"] for arm in (*deq.values(), *control.values())]))
-    positions = len(next(iter(deq.values())).maps[0])
-    reason = (
-        f"difference in bits of entropy; in positions with half of a map: {np.mean(held) if held else math.nan:+.2f}"
-        + ("; the DEQ's maps correlate with those of random weights" if survives else "")
-        + f"; weak evidence: these networks are {accuracy:.0%} accurate, and a map has {positions} positions"
-    )
-    return Comparison(claim, RECONSTRUCTION, [differences("entropy")], reason, judged=not survives, greater=True)
+    accuracy = float(np.mean([arm.values["accuracy"] for arm in (*deq.values(), *others.values())]))
+    shown = {
+        "half": np.mean(held) if held else math.nan,
+        "random": "; the DEQ's maps correlate with those of random weights" if survives else "",
+        "accuracy": accuracy,
+        "positions": len(next(iter(deq.values())).maps[0]),
+    }
+    return comparison("saliency", [differences("entropy")], not survives, greater=True, **names, **shown)
 
 
 def _row(task: str, seeds: list[Arm]) -> Row:

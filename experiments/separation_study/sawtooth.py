@@ -15,8 +15,8 @@ from torch import Tensor
 import deqfast
 from deqfast.solvers import Solver
 
-from .claims import FAILS, HOLDS, Claim, Comparison, compare
-from .frame import DERIVED, EXACT, RECONSTRUCTION, Section, Unit, experiment, notes
+from .claims import Comparison, compare, comparison, exact_claim, within
+from .frame import RECONSTRUCTION, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .summary import Value, best_of, by_task, curves, kinds, log_ratios, networks_table
 
@@ -146,14 +146,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """
     networks = {task: [result.networks for result in by_seed] for task, by_seed in by_task(results).items()}
     worst = max(result.exact_error for result in results.values())
-    existence = Claim(
-        "A DEQ of k + 1 units equals the sawtooth of 2^k pieces",
-        HOLDS if worst == 0 else FAILS,
-        f"largest error {worst:.1e}",
-        sizes.seeds,
-        EXACT,
-        "a claim about existence: the construction is checked on a dyadic grid in float64, not trained",
-    )
+    existence = exact_claim("sawtooth exact", within(worst, 0), sizes.seeds, worst=worst)
     trained = {task: [each for each in chain(*seeds) if each.name != EXACT_START] for task, seeds in networks.items()}
     idle = [task for task, some in trained.items() if min(map(last_error, some)) > LEARNT]
     groups = [[task] for task in networks if task not in idle] + ([idle] if idle else [])
@@ -181,18 +174,24 @@ def _comparison(rule: str, tasks: dict[str, list[tuple[Trained, ...]]]) -> Compa
         rivals.append(f"{rival[0].name} ({task})")
         learnt |= min(map(last_error, (*own, *rival))) <= LEARNT
     every = [*chain(*differences)]
-    reason = f"log10 ratio to the FNN that is best in validation: {'; '.join(rivals)}; the DEQ is worse in "
-    reason += f"{sum(ratio > 0 for ratio in every)} of {len(every)} pairs; geometric mean of the ratios: "
-    reason += f"{10 ** fmean(every):.2g}" + ("" if learnt else f"; no network learns: all errors are above {LEARNT:g}")
-    claim = f"{', '.join(tasks)}: trained, the DEQ's error is below the FNN's at equal {rule}"
-    return Comparison(claim, RECONSTRUCTION, differences, reason, judged=learnt)
+    return comparison(
+        "sawtooth trained",
+        differences,
+        learnt,
+        tasks=", ".join(tasks),
+        rule=rule,
+        rivals="; ".join(rivals),
+        worse=sum(ratio > 0 for ratio in every),
+        pairs=len(every),
+        mean=10 ** fmean(every),
+        idle="" if learnt else f"; no network learns: all errors are above {LEARNT:g}",
+    )
 
 
 def _stays(tasks: list[list[Trained]]) -> Comparison:
     starts = [[replace(each, errors={"test": each.errors["test"][:1]}) for each in seeds] for seeds in tasks]
     differences = [log_ratios(seeds, start, last_error) for seeds, start in zip(tasks, starts, strict=True)]
-    claim = f"From the exact weights with noise of {NOISE:g}, training lowers the error"
-    return Comparison(claim, DERIVED, differences, "log10 ratio of the last error to the first")
+    return comparison("sawtooth stays", differences, noise=NOISE)
 
 
 SAWTOOTH = experiment(

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import deqfast
 
-from .claims import Claim, Comparison, compare, within
-from .frame import DERIVED, RECONSTRUCTION, Picture, Section, Unit, experiment, notes
+from .claims import Comparison, compare, comparison, exact_claim, within
+from .frame import RECONSTRUCTION, Picture, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .summary import Value, best_of, by_task, kinds, log_ratios, networks_table
 
@@ -140,14 +140,8 @@ def tasks(sizes: Sizes) -> list[str]:
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the exact fixed point, the weights at comparable loss, and the errors under a bound on the weights."""
     worst = max(result.exact_error for result in results.values())
-    existence = Claim(
-        "A DEQ with weights of at most 1 equals the steep function",
-        within(worst, ROUNDING),
-        f"largest error {worst:.1e}",
-        sizes.seeds,
-        DERIVED,
-        f"a claim about existence: u is solved, not trained, for each d down to δ = 2^-{max(sizes.dimensions)}",
-    )
+    largest = max(sizes.dimensions)
+    existence = exact_claim("steep exact", within(worst, ROUNDING), sizes.seeds, worst=worst, largest=largest)
     dimensions: dict[str, dict[str, list[Result]]] = {}
     for task, measured in by_task(results).items():
         dimensions.setdefault(task.split("-")[0], {})[task] = measured
@@ -181,13 +175,11 @@ def _weights(d: str, tasks: dict[str, list[Result]]) -> Comparison:
     pairs = _pairs(tasks, "free")
     apart = {task: fmean(log_ratios(*pair, lambda network: network.loss)) for task, pair in pairs.items()}
     judged = [task for task, pair in pairs.items() if _learnt(pair) and abs(apart[task]) <= COMPARABLE]
-    basis = f"losses of {', '.join(f'{10 ** apart[task]:.2f}' for task in judged)} times the FNN's"
-    return _compared(
-        f"{d}: at comparable loss the DEQ's largest weight is below the FNN's",
-        [log_ratios(*pairs[task], largest_weight) for task in judged or pairs],
-        f"judged on {', '.join(judged)}, with {basis}" if judged else _idle(pairs, ", or losses are not comparable,"),
-        judged,
-    )
+    losses = ", ".join(f"{10 ** apart[task]:.2f}" for task in judged)
+    basis = f"judged on {', '.join(judged)}, with losses of {losses} times the FNN's"
+    basis = basis if judged else _idle(pairs, ", or losses are not comparable,")
+    differences = [log_ratios(*pairs[task], largest_weight) for task in judged or pairs]
+    return comparison("steep weights", differences, bool(judged), d=d, basis=basis)
 
 
 def _bounded(d: str, tasks: dict[str, list[Result]]) -> Comparison:
@@ -195,16 +187,9 @@ def _bounded(d: str, tasks: dict[str, list[Result]]) -> Comparison:
     judged = [task for task, pair in pairs.items() if _learnt(pair)]
     shares = [_shares(tasks[task], pairs[task][1][0].name) for task in judged]
     bound = "; ".join(f"{own:.2f} of the DEQ's and {other:.2f} of the FNN's" for own, other in shares)
-    return _compared(
-        f"{d}: under the same bound on the weights the DEQ's largest error is below the FNN's",
-        [log_ratios(*pairs[task], largest_error) for task in judged or pairs],
-        f"judged on {', '.join(judged)}; the bound in units of free weights: {bound}" if judged else _idle(pairs),
-        judged,
-    )
-
-
-def _compared(claim: str, differences: list[list[float]], basis: str, judged: list[str]) -> Comparison:
-    return Comparison(claim, RECONSTRUCTION, differences, f"log10 ratio; {basis}", judged=bool(judged))
+    basis = f"judged on {', '.join(judged)}; the bound in units of free weights: {bound}" if judged else _idle(pairs)
+    differences = [log_ratios(*pairs[task], largest_error) for task in judged or pairs]
+    return comparison("steep bounded", differences, bool(judged), d=d, basis=basis)
 
 
 def _idle(tasks: Iterable[str], further: str = "") -> str:
