@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs.files import locked, prepare_out
-from runs.options import Checked, SettingsError, option, parsed
+from runs.options import Checked, SettingsError, listed, option, parsed
 from runs.processes import run_all, tell_failed, unreadable
 from runs.script import resume_hint, run_main
 from separation_study import audio, report, saliency
@@ -100,9 +100,7 @@ def _chosen(jobs: list[Job], tasks: str | None) -> list[Job]:
     """Choose the jobs of some tasks, all without a choice."""
     if tasks is None:
         return jobs
-    wanted, known = tasks.split(","), [*dict.fromkeys(job.unit.task for job in jobs)]
-    if unknown := [task for task in wanted if task not in known]:
-        raise SettingsError(f"--task {tasks}: {unknown[0]} is none of {', '.join(known)}")
+    wanted = listed("task", tasks, [*dict.fromkeys(job.unit.task for job in jobs)])
     return [job for job in jobs if job.unit.task in wanted]
 
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 from nc_study.models import count_parameters
 from runs import processes
 from runs.files import check_same, locked, prepare_out, read_record, reading, to_json, write_atomically
-from runs.options import Checked, SettingsError, flag_of, option, parsed
+from runs.options import Checked, SettingsError, flag_of, listed, option, parsed
 from runs.provenance import Recorded, provenance
 from runs.script import resume_hint, run_main
 from runs.states import read_state, take_over, write_state
@@ -27,8 +27,6 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
-
-from deqfast._checks import did_you_mean
 
 FIRST_CHECKPOINT, SECONDS_BETWEEN_CHECKPOINTS = 5.0, 60.0
 REMEDY = "remove it to repeat the run"
@@ -55,15 +53,13 @@ class Options(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown := [arm for arm in self.chosen if arm not in self.all_arms]:
-            raise SettingsError(
-                f"--arms {unknown[0]}: one of all, {', '.join(self.all_arms)}{did_you_mean(unknown[0], self.all_arms)}"
-            )
+        listed("arms", self.arms, ("all", *self.all_arms))
 
     @property
     def chosen(self) -> list[str]:
         """Arms to train."""
-        return list(self.all_arms if self.arms == "all" else dict.fromkeys(self.arms.split(",")))
+        given = listed("arms", self.arms, ("all", *self.all_arms))
+        return list(self.all_arms) if "all" in given else given
 
     @property
     def deciding(self) -> dict[str, Any]:
@@ -280,12 +276,12 @@ def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None =
 @dataclass(frozen=True)
 class Example:
     """Example model: its options, the training of an arm, the figure of all runs. `check` reads the data before any
-    work."""
+    work; without it the model takes no --data-root."""
 
     options: type[Options]
     train: Callable[[Run], Outcome]
     draw: Callable[[Sequence[Record]], Figure]
-    check: Callable[[Any], object]
+    check: Callable[[Any], object] | None = None
 
 
 def main(name: str, description: str | None, example: Example, argv: Sequence[str] | None = None) -> int:
@@ -298,7 +294,10 @@ def main(name: str, description: str | None, example: Example, argv: Sequence[st
 
     def work() -> int:
         prepare_out(folder)
-        example.check(options)
+        if example.check is not None:
+            example.check(options)
+        elif options.data_root is not None:
+            raise SettingsError(f"--data-root {options.data_root}: {name} makes its own data")
         runs = [Run(example.train, options, folder, arm, s) for s in range(options.seeds) for arm in options.chosen]
         failed = processes.unreadable(runs, Run.check)
         with locked(folder):

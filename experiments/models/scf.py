@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+from cmath import rect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 from runs import style
-from runs.options import StudyError, option
+from runs.options import option
 from torch import Tensor, nn
 
 import deqfast
@@ -216,17 +217,12 @@ def skeletons(longest: int) -> dict[str, list[list[complex]]]:
     """Flat molecules of each kind, as positions of their atoms in units of the bond length."""
     step = [complex(math.cos(math.pi / 6), (-1) ** i * math.sin(math.pi / 6)) for i in range(longest)]
     chains = {n: [sum(step[:i], 0j) for i in range(n)] for n in range(4, longest + 1, 2)}
-    rings = [[unit_ring(n, k) / (2 * math.sin(math.pi / n)) for k in range(n)] for n in (4, 6, 8, 10)]
+    rings = [[rect(1, math.tau * k / n) / (2 * math.sin(math.pi / n)) for k in range(n)] for n in (4, 6, 8, 10)]
     acenes = []
     for n in (2, 3):
-        every = [math.sqrt(3) * ring + 1j * unit_ring(6, k) for ring in range(n) for k in range(6)]
+        every = [math.sqrt(3) * ring + 1j * rect(1, math.tau * k / 6) for ring in range(n) for k in range(6)]
         acenes.append([atom for i, atom in enumerate(every) if all(abs(atom - other) > 0.1 for other in every[:i])])
     return {"molecules": [*(chains[n] for n in chains if n <= 12), *rings, *acenes], "chains": list(chains.values())}
-
-
-def unit_ring(n: int, k: int) -> complex:
-    """Corner k of n on the unit circle."""
-    return complex(math.cos(2 * math.pi * k / n), math.sin(2 * math.pi * k / n))
 
 
 def draw_atoms(kinds: Sequence[Sequence[complex]], batch: int, stretch: float = 1.0) -> Atoms:
@@ -427,10 +423,4 @@ def draw(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def load(options: Scf) -> None:
-    """Raise StudyError for a --data-root: the molecules are drawn."""
-    if options.data_root is not None:
-        raise StudyError(f"--data-root {options.data_root}: scf draws its molecules, and reads no data")
-
-
-EXAMPLE = Example(Scf, train, draw, load)
+EXAMPLE = Example(Scf, train, draw)

@@ -63,6 +63,16 @@ def check_field(spec: Field[Any], value: Any) -> None:
         raise SettingsError(f"{flag_of(spec.name)} {value}: {allowed}")
 
 
+def listed(name: str, words: str, known: Collection[str]) -> list[str]:
+    """Words of an option with commas between, each once; SettingsError for an unknown one."""
+    given = list(dict.fromkeys(words.split(",")))
+    for word in given:
+        if word not in known:
+            reason = f"{word} is none of {', '.join(known)}{did_you_mean(word, known)}"
+            raise SettingsError(f"{flag_of(name)} {words}: {reason}")
+    return given
+
+
 def flag_of(name: str) -> str:
     """Command-line option of a field."""
     return "--" + name.replace("_", "-")

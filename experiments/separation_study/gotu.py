@@ -249,12 +249,11 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
 
 
 def _comparisons(tasks: dict[str, list[tuple[Trained, ...]]]) -> list[Comparison]:
-    compared, by_kind = [], [kinds(seeds) for seeds in tasks.values()]
+    compared, by_kind, names = [], [kinds(seeds) for seeds in tasks.values()], ", ".join(tasks)
     for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
         differences = [log_ratios(kind[index], kind[2], partial(Trained.error, name="unseen")) for kind in by_kind]
         seen = max(network.error("seen") for kind in by_kind for network in kind[index])
-        texts = {"label": label, "tasks": ", ".join(tasks), "seen": seen}
-        compared.append(comparison("gotu trained", differences, **texts))
+        compared.append(comparison("gotu trained", differences, label=label, tasks=names, seen=seen))
     return compared
 
 

@@ -41,7 +41,7 @@ SCRIPTS = {
         ("layer_peeled --tolerance=0", "--tolerance 0"),
         ("separation --experiment none", "--experiment"),
         ("model nothing", "invalid choice: 'nothing'"),
-        ("model graphs --arms none", "--arms none: one of all, deq, explicit-parameters, explicit-compute, perceptron"),
+        ("model graphs --arms best", "--arms best: best is none of all, deq, explicit-parameters, explicit-compute"),
         ("model sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
         ("model sudoku --data-root .", "--size 6: 9 with --data-root"),
         ("cifar_lt --sovler picard", "unrecognized arguments: --sovler picard; did you mean '--solver'?"),
