@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .counters import count, evaluations
+from .counters import count_call, evaluations
 from .entry import Case, Contender, Skipped, check, crossed
 from .maps import NEVER
 from .peers import BACKWARD_TOL, TORCHDEQ, layer_by
-from .record import Row
 
 EVALUATIONS = 6
 PROVIDERS = ("DEQBlock", "get_deq", "torchdeq")
@@ -67,8 +66,6 @@ def call_case(shape: tuple[int, int], solver: type[Any], mode: str) -> Case:
         with torch.no_grad():
             z = layer(x, z0)
             check("residual", float((cell(z, x) - z).norm() / z.norm()), 0.1)
-        facts: Row = {"evaluations": evaluations(cell, call)}
-        asked = count(lambda f: call(), lambda: None, device)
-        return Contender(call, facts | {"launches": asked.operations, "host_waits": asked.host_waits})
+        return Contender(call, {"evaluations": evaluations(cell, call), **count_call(call, device).columns})
 
     return Case("calls", f"{solver.__name__.lower()}-{mode}-{crossed(shape)}", PROVIDERS, ("torchdeq",), contender)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import counted, gate, record, suite
-from harness.counters import count
+from harness.counters import count, count_call
 
 ROOT = Path(__file__).resolve().parents[2]
 X, MASK, INDEX = torch.eye(3), torch.eye(3) > 0, torch.tensor([0, 2])
@@ -24,7 +24,7 @@ QUEUED += ("torch.repeat_interleave(INDEX, INDEX, output_size=2)", "X.to('meta',
 @pytest.mark.parametrize("expression", WAITING + QUEUED)
 def test_what_makes_the_host_wait_counts_once_and_what_is_queued_never(expression):
     call = eval(f"lambda: {expression}")
-    assert count(lambda f: call(), lambda: None, "cpu").host_waits == (expression in WAITING)
+    assert count_call(call, "cpu").host_waits == (expression in WAITING)
 
 
 def test_views_and_empty_memory_are_no_operations_and_f_is_left_out():
