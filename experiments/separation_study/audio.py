@@ -25,7 +25,7 @@ from .claims import Comparison, compare, comparison
 from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .sawtooth import LEARNT
-from .summary import by_task, kinds, log_ratios, networks_table
+from .summary import Kinds, by_task, kinds, log_ratios, networks_table
 
 RATE = 8000  # samples of the fitted second
 RESOLUTION = 1e-14  # power density that 16 bits resolve at this rate
@@ -139,10 +139,10 @@ def tasks(sizes: Sizes) -> list[str]:
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the DEQ's error against the FNNs' under either encoding, over all recordings."""
-    networks = {task: [result.networks for result in by_seed] for task, by_seed in by_task(results).items()}
+    networks = {task: kinds(by_seed) for task, by_seed in by_task(results).items()}
     claims = compare(
         [
-            _comparison(encoding, rule, [kinds(seeds) for task, seeds in networks.items() if task.endswith(encoding)])
+            _comparison(encoding, rule, [every for task, every in networks.items() if task.endswith(encoding)])
             for encoding in ENCODINGS
             for rule in ("parameters", "FLOPs")
             if any(task.endswith(encoding) for task in networks)
@@ -156,7 +156,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     return Section([*items, *notes("matched")], claims, [table], [_picture(sounds)] if sounds else [])
 
 
-def _comparison(encoding: str, rule: str, recordings: list[list[tuple[Trained, ...]]]) -> Comparison:
+def _comparison(encoding: str, rule: str, recordings: list[Kinds]) -> Comparison:
     fitted = partial(Trained.error, name="fitted")
     pairs = [(deq, fnn) for deq, *fnns in recordings for fnn in fnns if fnn[0].name.endswith(rule)]
     lowest = min(fitted(network) for pair in pairs for seeds in pair for network in seeds)

@@ -25,7 +25,7 @@ from .claims import FAILS, HOLDS, Claim, Comparison, compare, comparison, exact_
 from .diagonal import ADJOINTS, RULES, SOLVER, DiagonalCell, Rule
 from .frame import DERIVED, RECONSTRUCTION, Row, Section, Table, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
-from .summary import by_task, curves, kinds, log_ratios
+from .summary import Kinds, by_task, curves, kinds, log_ratios
 
 D = 15
 WIDTH = 16  # of the DEQ; the FNN has as many parameters
@@ -226,7 +226,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     holdouts = [holdout for result in tasks.pop("holdout", []) for holdout in result.holdouts]
     claims, tables, pictures = [], [], []
     if tasks:
-        networks = {name: [result.networks for result in by_seed] for name, by_seed in tasks.items()}
+        networks = {name: kinds(by_seed) for name, by_seed in tasks.items()}
         claims = compare(_comparisons(networks))
         rows = [row for name, by_seed in tasks.items() for row in _rows(name, by_seed)]
         tables.append(Table("Errors on the unseen part", RECONSTRUCTION, rows, "Means over seeds and all 2^15 points."))
@@ -248,11 +248,11 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     return Section(notes("gotu", course=sizes.course.note), claims, tables, pictures)
 
 
-def _comparisons(tasks: dict[str, list[tuple[Trained, ...]]]) -> list[Comparison]:
-    compared, by_kind, names = [], [kinds(seeds) for seeds in tasks.values()], ", ".join(tasks)
+def _comparisons(tasks: dict[str, Kinds]) -> list[Comparison]:
+    compared, names, unseen = [], ", ".join(tasks), partial(Trained.error, name="unseen")
     for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
-        differences = [log_ratios(kind[index], kind[2], partial(Trained.error, name="unseen")) for kind in by_kind]
-        seen = max(network.error("seen") for kind in by_kind for network in kind[index])
+        differences = [log_ratios(every[index], every[2], unseen) for every in tasks.values()]
+        seen = max(network.error("seen") for every in tasks.values() for network in every[index])
         compared.append(comparison("gotu trained", differences, label=label, tasks=names, seen=seen))
     return compared
 
@@ -287,7 +287,7 @@ def _rows(name: str, results: list[Result]) -> list[Row]:
         return {"task": name, "network": network, **shown, "energy of degree 0, 1, 2, more": by_degree}
 
     rows = []
-    for index, networks in enumerate(kinds([result.networks for result in results])):
+    for index, networks in enumerate(kinds(results)):
         errors = [fmean(network.error(part) for network in networks) for part in ("seen", "unseen")]
         apart = fmean(result.to_interpolator[index] for result in results)
         energy = np.mean([result.energies[index] for result in results], axis=0).tolist()

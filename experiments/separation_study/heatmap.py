@@ -129,7 +129,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     }
     claims = compare([comparison(f"heatmap {name}", [seeds]) for name, seeds in differences.items()])
     rows: list[Row] = []
-    for index, networks in enumerate(kinds([result.networks for result in by_seed])):
+    for index, networks in enumerate(kinds(by_seed)):
         row: Row = {"network": networks[0].name, "error": spread(network.error("seen") for network in networks)}
         for when, seeds in dense.items():
             ratios, shares = zip(*(each[index] for each in seeds), strict=True)

@@ -18,7 +18,7 @@ from deqfast.solvers import Solver
 from .claims import Comparison, compare, comparison, exact_claim, within
 from .frame import RECONSTRUCTION, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
-from .summary import Value, best_of, by_task, curves, kinds, log_ratios, networks_table
+from .summary import Kinds, Value, best_of, by_task, curves, kinds, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that it can represent all tasks
 DEPTHS = (1, 3)  # hidden layers of the FNNs
@@ -144,16 +144,16 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
 
     Tasks that no network learns are a separate claim without a verdict: pooled, they would hide the others.
     """
-    networks = {task: [result.networks for result in by_seed] for task, by_seed in by_task(results).items()}
+    networks = {task: kinds(by_seed) for task, by_seed in by_task(results).items()}
     worst = max(result.exact_error for result in results.values())
     existence = exact_claim("sawtooth exact", within(worst, 0), sizes.seeds, worst=worst)
-    trained = {task: [each for each in chain(*seeds) if each.name != EXACT_START] for task, seeds in networks.items()}
+    trained = {task: [each for each in chain(*every) if each.name != EXACT_START] for task, every in networks.items()}
     idle = [task for task, some in trained.items() if min(map(last_error, some)) > LEARNT]
     groups = [[task] for task in networks if task not in idle] + ([idle] if idle else [])
     rules = ("parameters", "FLOPs")
     compared = [_comparison(rule, {task: networks[task] for task in group}) for group in groups for rule in rules]
-    if starts := [seeds for seeds in networks.values() if seeds[0][-1].name == EXACT_START]:
-        compared.append(_stays([[some[-1] for some in seeds] for seeds in starts]))
+    if starts := [every[-1] for every in networks.values() if every[-1][0].name == EXACT_START]:
+        compared.append(_stays(starts))
     half = {task: Sawtooth(int(task[1:])).errors(lambda x: torch.full_like(x[:, 0], 0.5))["test"] for task in networks}
     shown = {"half": ", ".join(f"{error:.3f} ({task})" for task, error in half.items()), "learnt": LEARNT}
     items = notes("sawtooth", idle=", ".join(idle) or "no task", width=WIDTH, **shown)
@@ -165,10 +165,9 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     return Section(items, [existence, *compare(compared)], [table], [picture])
 
 
-def _comparison(rule: str, tasks: dict[str, list[tuple[Trained, ...]]]) -> Comparison:
+def _comparison(rule: str, tasks: dict[str, Kinds]) -> Comparison:
     differences, rivals, learnt = [], [], False
-    for task, seeds in tasks.items():
-        own, *others = kinds(seeds)
+    for task, (own, *others) in tasks.items():
         rival = best_of([kind for kind in others if kind[0].name.endswith(f"equal {rule}")])
         differences.append(log_ratios(own, rival, last_error))
         rivals.append(f"{rival[0].name} ({task})")
@@ -188,7 +187,7 @@ def _comparison(rule: str, tasks: dict[str, list[tuple[Trained, ...]]]) -> Compa
     )
 
 
-def _stays(tasks: list[list[Trained]]) -> Comparison:
+def _stays(tasks: Kinds) -> Comparison:
     starts = [[replace(each, errors={"test": each.errors["test"][:1]}) for each in seeds] for seeds in tasks]
     differences = [log_ratios(seeds, start, last_error) for seeds, start in zip(tasks, starts, strict=True)]
     return comparison("sawtooth stays", differences, noise=NOISE)

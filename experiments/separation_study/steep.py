@@ -22,7 +22,7 @@ import deqfast
 from .claims import Comparison, compare, comparison, exact_claim, within
 from .frame import RECONSTRUCTION, Picture, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
-from .summary import Value, best_of, by_task, kinds, log_ratios, networks_table
+from .summary import Kinds, Value, best_of, by_task, kinds, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ; the FNNs have as many parameters
 DEPTHS = (1, 3)
@@ -143,10 +143,11 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     largest = max(sizes.dimensions)
     existence = exact_claim("steep exact", within(worst, ROUNDING), sizes.seeds, worst=worst, largest=largest)
     dimensions: dict[str, dict[str, list[Result]]] = {}
+    networks: dict[str, Kinds] = {}
     for task, measured in by_task(results).items():
         dimensions.setdefault(task.split("-")[0], {})[task] = measured
+        networks[task] = kinds(measured, lambda each: (*each.free, *each.bounded))
     compared = [judge(d, measured) for judge in (_weights, _bounded) for d, measured in dimensions.items()]
-    networks = {task: [(*each.free, *each.bounded) for each in by_seed] for task, by_seed in by_task(results).items()}
     columns: dict[str, Value] = {
         "loss": lambda network: network.loss,
         "MSE": partial(Trained.error, name="mse"),
@@ -162,7 +163,7 @@ def _pairs(tasks: dict[str, list[Result]], kind: str) -> dict[str, tuple[Sequenc
     """Return of each task the DEQ, and the FNN of the depth with the lowest mean validation loss, each by seed."""
     pairs: dict[str, tuple[Sequence[Trained], Sequence[Trained]]] = {}
     for task, results in tasks.items():
-        own, *others = kinds([getattr(result, kind) for result in results])
+        own, *others = kinds(results, attrgetter(kind))
         pairs[task] = own, best_of(others)
     return pairs
 
@@ -203,12 +204,12 @@ def _shares(results: list[Result], rival: str) -> tuple[float, float]:
     return own, other
 
 
-def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
+def _picture(tasks: dict[str, Kinds]) -> Picture:
     samplings = [sampling for sampling in SAMPLINGS if any(task.endswith(sampling) for task in tasks)]
     figure, axes = style.panels(2, len(samplings), sharex=True, sharey="row")
     for column, sampling in zip(axes.T, samplings, strict=True):
-        chosen = {int(task.split("-")[0][1:]): seeds for task, seeds in tasks.items() if task.endswith(sampling)}
-        for by_dimension in zip(*map(kinds, chosen.values()), strict=True):
+        chosen = {int(task.split("-")[0][1:]): every for task, every in tasks.items() if task.endswith(sampling)}
+        for by_dimension in zip(*chosen.values(), strict=True):
             name = by_dimension[0][0].name
             bounded = {"ls": "--", "mfc": "none"} if name.endswith("bounded") else {}
             look = style.look(name) | {"label": name} | bounded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from statistics import median
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from .frame import Picture, Row, Table, Unit
 from .networks import Trained
 
 R = TypeVar("R")
-Seeds = Sequence[Sequence[Trained]]  # the networks of each seed, in one order
+Kinds = list[tuple[Trained, ...]]  # the networks of each kind, by seed
 Value = Callable[[Trained], float]
 
 
@@ -26,9 +27,9 @@ def by_task(results: Mapping[Unit, R]) -> dict[str, list[R]]:
     return tasks
 
 
-def kinds(seeds: Seeds) -> list[tuple[Trained, ...]]:
-    """Gather the networks of each kind, one per seed."""
-    return list(zip(*seeds, strict=True))
+def kinds(results: Iterable[R], networks: Callable[[R], Sequence[Trained]] = attrgetter("networks")) -> Kinds:
+    """Gather the networks of each kind from the results of a task."""
+    return list(zip(*map(networks, results), strict=True))
 
 
 def best_of(candidates: Iterable[Sequence[Trained]]) -> Sequence[Trained]:
@@ -53,11 +54,11 @@ def spread(values: Iterable[float], digits: str = ".2e") -> str:
     return f"{median(ordered):{digits}}{between}"
 
 
-def networks_table(title: str, source: str, tasks: Mapping[str, Seeds], columns: Mapping[str, Value]) -> Table:
+def networks_table(title: str, source: str, tasks: Mapping[str, Kinds], columns: Mapping[str, Value]) -> Table:
     """Make a table with a row for each network of a task."""
     rows: list[Row] = []
-    for task, seeds in tasks.items():
-        for networks in kinds(seeds):
+    for task, every in tasks.items():
+        for networks in every:
             flops = max(network.flops or 0 for network in networks)
             row: Row = {"task": task, "network": networks[0].name, "parameters": networks[0].parameters}
             row["FLOPs a step"] = f"{flops:.0f}" if flops else "–"
@@ -66,12 +67,12 @@ def networks_table(title: str, source: str, tasks: Mapping[str, Seeds], columns:
 
 
 def curves(
-    name: str, title: str, source: str, tasks: Mapping[str, Seeds], error: str, label: str, level: float | None = None
+    name: str, title: str, source: str, tasks: Mapping[str, Kinds], error: str, label: str, level: float | None = None
 ) -> Picture:
     """Draw an error of the networks of every task against training steps, as the median over seeds, and a level."""
     figure, (axes,) = style.panels(1, len(tasks), sharey=True)
-    for axis, (task, seeds) in zip(axes, tasks.items(), strict=True):
-        for networks in kinds(seeds):
+    for axis, (task, every) in zip(axes, tasks.items(), strict=True):
+        for networks in every:
             errors = np.array([network.errors[error] for network in networks], dtype=float)
             look = style.look(kind := networks[0].name) | {"ls": "--" if kind.endswith("FLOPs") else "-"}
             axis.plot(networks[0].steps, np.median(errors, axis=0), label=kind, **look)
