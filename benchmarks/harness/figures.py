@@ -24,18 +24,18 @@ def gradient_errors(rows: Sequence[Row], origin: str, names: Mapping[str, Mappin
 
     names: titles of the cells' cases ("gradients"), and names of the adjoints ("adjoints").
     """
-    figure, (axes,) = style.panels(1, len(names["gradients"]), height=3.4, sharey=True)
+    figure = style.plt.figure(figsize=(NARROW, 2.8 + 2.0 * len(names["gradients"])))
+    (axes,) = figure.subplots(len(names["gradients"]), 1, squeeze=False).T
     for axis, (case, title) in zip(axes, names["gradients"].items(), strict=True):
         axis.set_title(title)
-        axis.set(xlabel="training step (ms)", yscale="log", ylim=(1e-7, 3))
+        axis.set(xlabel="training step (ms)", ylabel="relative error", yscale="log", ylim=(1e-7, 3))
         by_name = {row["provider"]: row for row in rows if row["case"] == case}
         for adjoint, shown in names["adjoints"].items():
             row, name = by_name[adjoint], shown.strip("`")
             filling = {"mfc": "none"} if adjoint in VARIANTS else {}
             axis.plot(row["ms_min"], row["error"], ls="", ms=7, label=name, **style.look(name), **filling)
         axis.set_xlim(0)
-    axes[0].set_ylabel("relative error of the gradient")
-    style.legend(figure, 3, title=textwrap.fill(origin, 160), title_fontsize=7)
+    style.legend(figure, 1, title=textwrap.fill(origin, 80), title_fontsize=7)
     return style.png(figure, **entry)
 
 
