@@ -1,9 +1,9 @@
 """The tiers of the suite: what runs if no tests are named, and what is left to --rest.
 
-Of each test the fast tier has the cases that it takes for every entry of each `parametrize` to occur. ``covering(2)``
-asks for every pair of entries. The kernels are cpp and torch; a test of an op also has the first case of every other
-implementation. The fast tier has no test with the mark ``tier("full")``, which a case, a class or a file may also have,
-unless ``tier("fast")`` is nearer.
+Per test, the fast tier runs just enough cases for each entry of each `parametrize` to occur, and with ``covering(2)``
+each pair of entries. It has kernels cpp and torch. A test with a parameter `implementation` (of an op) also runs the
+first case of each other one. Tests, classes, files or cases with the mark ``tier("full")`` are not in the fast tier,
+unless a ``tier("fast")`` is nearer. ``not_covering`` leaves cases of slow kernels out of every tier.
 """
 
 import os
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Choose the tier, and tell the workers of xdist, which see all tests as named."""
+    """Choose the tier. Workers of xdist inherit the option; to them all tests look named."""
     option = config.option
     if option.tier is None:
         selected = option.keyword or option.markexpr or getattr(option, "lf", False)
@@ -49,9 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", 'tier(name): "full": long, and not in the fast tier; "fast": in it nevertheless')
     config.addinivalue_line(
         "markers",
-        "covering(strength): kernels that are interpreted or emulated, which is slow, run as many of the "
-        "combinations as it takes for every value (strength 1) or pair of values (2) of the parameters to occur, one "
-        "with 0; the others run all, but in the fast tier as many, and at least 1",
+        "covering(strength): in every tier, kernels that are interpreted or emulated run just enough cases for each "
+        "value (strength 1) or pair of values (2) of the parameters to occur; with 0 a single case. Other kernels do "
+        "this in the fast tier only, with strength 1 at least",
     )
 
 
