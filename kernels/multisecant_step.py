@@ -13,9 +13,9 @@ z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T, see ``
 T or bfloat16. Everything is computed in T. The window of a step is in the first n slots. scratch (B, W) T: t by slot
 (M), which gamma replaces; the verdict; and if programs share a sample, their numbers, see ``number_of``.
 
-Arguments of helpers in capitals, `first` and `dtype` are constants of the compiled code: PAIRS of the window, and MP,
-the next power of two; PASS pairs to a sweep; ROWS of the history loaded at once; columns in blocks of BLK, of which
-FOLD that one thread holds are summed first (FOLD < 0: they are not adjacent). S programs share a sample.
+S programs share a sample. Arguments of helpers in capitals, `first` and `dtype` are constants of the compiled code.
+PAIRS is the window's size, and MP the next power of two. A pass over L sums PASS pairs, and loads ROWS of them at once.
+Columns come in blocks of BLK. FOLD of them, held by one thread, are summed first. If FOLD < 0 they are not adjacent.
 
 The transposed product alpha (beta v - L gamma), N^T gamma = DF^T v, has three kernels: dots, gamma, product.
 """

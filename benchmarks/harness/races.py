@@ -93,7 +93,7 @@ def judged(problem: Problem, provider: Provider, tol: float) -> Row:
 
 
 def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int) -> list[Row]:
-    """A row per provider; those that reach the tolerance are timed in turns.
+    """A row per provider; those that reach the tolerance are timed, one after the other in each round.
 
     The times are of the whole call, f included. gain: the peer's `ms` over this one's if both reach the tolerance.
     """

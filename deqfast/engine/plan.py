@@ -41,7 +41,7 @@ class Plan:
         None  # gets the inverse's estimate, if the options keep its history
     )
     on_backward: Callable[[Solution], None]  # called with the Solution of a backward solve
-    advances: bool = False  # the returned value is that of the gradient's own calls of the cell, not z*
+    advances: bool = False  # the value comes from the gradient's own calls of the cell, and is not z*
 
     @property
     def solver(self) -> Solver:
