@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from .session import BROUGHT, ROOT
 from .solves import PEER
 from .suite import columns_of, measure
 from .targets import ITERATED, verdicts
-from .timing import Copy, captured, in_turns, wait
+from .timing import ROUNDS, Copy, captured, in_turns, seconds_of
 
 SECONDS = 1.5  # of the rounds of a case
 SECONDS_OF_SWEEPS = 80.0
@@ -58,6 +57,11 @@ class Place:
     device: str
     small: bool
     rows: list[Row]
+
+    @property
+    def turns(self) -> dict[str, Any]:
+        """Arguments of ``in_turns``."""
+        return {"rounds": 2, "seconds": 0.1} if self.small else {"seconds": SECONDS}
 
     def has(self, section: str, case: str, provider: str | None = None) -> bool:
         """Whether an earlier try, or this one, has a row of this."""
@@ -99,11 +103,10 @@ def row_of(section: str, case: str, provider: str, **columns: Any) -> Row:
 def measured(place: Place, chosen: Iterable[Case], leave: Sequence[str] = ()) -> Rows:
     """Rows of cases of the suite, without the providers to leave."""
     copy = Copy(place.device, *[1 << 12] * place.small)
-    turns = {"rounds": 1, "seconds": 0.05} if place.small else {"seconds": SECONDS}
     for case in chosen:
         if place.device in case.devices and not place.has(case.section, case.name):
             providers = [name for name in case.providers_on(place.device) if name not in leave]
-            rows, _ = measure(case, providers, place.device, copy, **turns)
+            rows, _ = measure(case, providers, place.device, copy, **place.turns)
             yield [
                 row_of(case.section, case.name, name, **fault(row)) if isinstance(row, Exception) else row
                 for name, row in rows.items()
@@ -201,18 +204,8 @@ def both(place: Place, case: str, call: Callable[[], Any], calls: int = 200) -> 
     times: dict[str, list[float]] = {"host": [], "device": []}
     for _ in range(5):
         for name, kept in times.items():
-            wait(place.device)
-            kept.append(seconds_of_calls(call, calls, place.device, name == "device"))
+            kept.append(seconds_of(call, calls, place.device, waits=name == "device"))
     return [row_of("probe", case, name, **columns_of(kept)) for name, kept in times.items()]
-
-
-def seconds_of_calls(call: Callable[[], Any], calls: int, device: str, waits: bool) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    if waits:
-        wait(device)
-    return (time.perf_counter() - start) / calls
 
 
 def passes(place: Place, number: int, small: Tensor) -> list[Row]:
@@ -243,7 +236,7 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
         if (made.item(), left.item()) != (length, 0):
             return [row_of("probe", case, "device", fault=f"{made.item()} passes of {length}, {left.item()} left")]
         kept += [graphs, loop]
-        seconds[length] = [seconds_of_calls(launch, 50, "cuda", True) for _ in range(5)]
+        seconds[length] = [seconds_of(launch, 50, "cuda") for _ in range(5)]
     each = [(long - short) / 100 for long, short in zip(seconds[101], seconds[1], strict=True)]
     return [row_of("probe", case, "device", **columns_of(each))]
 
@@ -273,9 +266,8 @@ def published(place: Place) -> Rows:
     root = Path(os.environ.get("DEQFAST_MODELS", BROUGHT / "models"))
     for model in zoo.ROWS[2:3] if place.small else zoo.ROWS:
         if not place.has(models.SECTION, model.name):
-            rounds, seconds = (2, 0.1) if place.small else (7, SECONDS)
             try:
-                yield models.measure(model, root, place.device, rounds, seconds)
+                yield models.measure(model, root, place.device, **{"rounds": ROUNDS} | place.turns)
             except Exception as error:
                 yield [row_of(models.SECTION, model.name, models.OURS, **fault(error))]
     if not place.has(models.SECTION, models.MEDIAN) and (row := models.median_row(place.rows)):
@@ -300,7 +292,7 @@ def profile(place: Place) -> Rows:
             seen = profiled(call := make())
             if seen is None:
                 raise Skipped("the profiler is not allowed to look")
-            row = row_of("profile", name, provider, **columns_of(in_turns({0: call}, place.device, seconds=SECONDS)[0]))
+            row = row_of("profile", name, provider, **columns_of(in_turns({0: call}, place.device, **place.turns)[0]))
         except Exception as error:
             yield [row_of("profile", name, provider, **fault(error))]
             continue
@@ -335,7 +327,7 @@ def whole_steps(place: Place) -> Rows:
             for call in calls.values():
                 for _ in range(3):  # the third is captured
                     call()
-            spent = in_turns(calls, place.device, seconds=0.1 if place.small else SECONDS)
+            spent = in_turns(calls, place.device, **place.turns)
             yield [row_of("whole steps", case, name, **columns_of(kept)) for name, kept in spent.items()]
         except Exception as error:
             yield [row_of("whole steps", case, "graphed", **fault(error))]
