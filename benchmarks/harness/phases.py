@@ -50,6 +50,9 @@ PREDICTED = {
 }
 
 
+Rows = Iterator[list[Row]]
+
+
 @dataclass
 class Place:
     """Where a phase runs. small: tiny cases, whose times mean nothing. rows: those measured so far, by all tries."""
@@ -68,8 +71,15 @@ class Place:
         providers = [row["provider"] for row in self.rows if (row["section"], row["case"]) == (section, case)]
         return bool(providers) if provider is None else provider in providers
 
-
-Rows = Iterator[list[Row]]
+    def attempt(self, section: str, case: str, provider: str, make: Callable[[], list[Row]]) -> Rows:
+        """Rows of `make`, or the fault as the provider's row; none if an earlier try has that row."""
+        if self.has(section, case, provider):
+            return
+        try:
+            rows = make()
+        except Exception as error:  # one case must not cost the others their rows
+            rows = [row_of(section, case, provider, **fault(error))]
+        yield rows
 
 
 def conclusions(rows: Sequence[Row]) -> Iterator[str]:
@@ -265,11 +275,8 @@ def published(place: Place) -> Rows:
     """Training steps of published models: torchdeq's layer, ours, and ours with captured solves."""
     root = Path(os.environ.get("DEQFAST_MODELS", BROUGHT / "models"))
     for model in zoo.ROWS[2:3] if place.small else zoo.ROWS:
-        if not place.has(models.SECTION, model.name):
-            try:
-                yield models.measure(model, root, place.device, **{"rounds": ROUNDS} | place.turns)
-            except Exception as error:
-                yield [row_of(models.SECTION, model.name, models.OURS, **fault(error))]
+        make = partial(models.measure, model, root, place.device, **{"rounds": ROUNDS} | place.turns)
+        yield from place.attempt(models.SECTION, model.name, models.OURS, make)
     if not place.has(models.SECTION, models.MEDIAN) and (row := models.median_row(place.rows)):
         yield [row]
 
@@ -286,19 +293,18 @@ def profile(place: Place) -> Rows:
     calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {key: partial(make_call, *key) for key in wanted}
     calls["study, width 64, batch 128", "deq"] = partial(study_deq_step, place, 64, 128, graphed=False)
     for (name, provider), make in {} if place.small else calls.items():
-        if place.has("profile", name, provider):
-            continue
-        try:
-            seen = profiled(call := make())
-            if seen is None:
-                raise Skipped("the profiler is not allowed to look")
-            row = row_of("profile", name, provider, **columns_of(in_turns({0: call}, place.device, **place.turns)[0]))
-        except Exception as error:
-            yield [row_of("profile", name, provider, **fault(error))]
-            continue
-        row |= seen.columns
-        longest = sorted(seen.kernels.items(), key=lambda kernel: -kernel[1][1])[:12]
-        yield [row | {"busy": row["device_ms"] / row["ms_min"], "kernels": [[name, *usage] for name, usage in longest]}]
+        yield from place.attempt("profile", name, provider, partial(longest_kernels, place, name, provider, make))
+
+
+def longest_kernels(place: Place, case: str, provider: str, make: Callable[[], Callable[[], Any]]) -> list[Row]:
+    """Row of a call, with the kernels that took the most time."""
+    seen = profiled(call := make())
+    if seen is None:
+        raise Skipped("the profiler is not allowed to look")
+    row = row_of("profile", case, provider, **columns_of(in_turns({0: call}, place.device, **place.turns)[0]))
+    row |= seen.columns
+    longest = sorted(seen.kernels.items(), key=lambda kernel: -kernel[1][1])[:12]
+    return [row | {"busy": row["device_ms"] / row["ms_min"], "kernels": [[name, *usage] for name, usage in longest]}]
 
 
 def study(place: Place) -> Rows:
@@ -320,17 +326,17 @@ def whole_steps(place: Place) -> Rows:
         makers[f"study, width {width}, batch {batch}, jfb"] = partial(study_deq_step, place, width, batch)
     makers["restoration, 8 x 48 x 48, jfb"] = partial(restoration_step, place)
     for case, make in makers.items():
-        if place.has("whole steps", case):
-            continue
-        try:
-            calls = {"eager": make(False)} | ({} if place.small else {"graphed": make(True)})
-            for call in calls.values():
-                for _ in range(3):  # the third is captured
-                    call()
-            spent = in_turns(calls, place.device, **place.turns)
-            yield [row_of("whole steps", case, name, **columns_of(kept)) for name, kept in spent.items()]
-        except Exception as error:
-            yield [row_of("whole steps", case, "graphed", **fault(error))]
+        yield from place.attempt("whole steps", case, "graphed", partial(step_rows, place, case, make))
+
+
+def step_rows(place: Place, case: str, make: Callable[[bool], Callable[[], Any]]) -> list[Row]:
+    """Rows of an eager step and a graphed one."""
+    calls = {"eager": make(False)} | ({} if place.small else {"graphed": make(True)})
+    for call in calls.values():
+        for _ in range(3):  # the third is captured
+            call()
+    spent = in_turns(calls, place.device, **place.turns)
+    return [row_of("whole steps", case, name, **columns_of(kept)) for name, kept in spent.items()]
 
 
 def residual_step(place: Place, graphed: bool) -> Callable[[], Any]:
