@@ -261,27 +261,28 @@ def check_run(impl: Callable[..., None], case: Case, device: str = "cpu") -> Sta
 
 
 def compare_step(impl: Callable[..., None], case: Case, before: State) -> State:
-    after, exact, rounded = outcomes(impl, case, before)
-    stepped = check_iterates(case, before, after, exact, rounded)
+    states = outcomes(impl, case, before)
+    after = states[0]
+    stepped = check_iterates(case, before, states)
     if isinstance(case, StepsCase):
-        check_steps(case, stepped, before, after, exact, rounded)
+        check_steps(case, stepped, before, states)
     elif case.method is not None and stepped.any():
         check_untouched_history(case, before, after, stepped)
+        # Differences of z and of f: their rounding errors are relative to z and f.
+        size = length(before["z"][stepped]).maximum(length(before["fz"][stepped]))
         for name in ("left", "df"):
             for slot in written_slots(case, name):
-                written = [state[name][stepped, slot] for state in (after, exact, *rounded)]
-                # Differences of z and of f: their rounding errors are relative to z and f.
-                size = length(before["z"][stepped]).maximum(length(before["fz"][stepped]))
-                check_close(f"{name}[:, {slot}]", case, written[0], written[1], written[2:], size)
+                check_close(f"{name}[:, {slot}]", case, [state[name][stepped, slot] for state in states], size)
         if case.k:
-            check_gram(case, stepped, after, exact, rounded)
+            check_gram(case, stepped, states)
     return after
 
 
-def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[State, State, list[State]]:
+def outcomes(impl: Callable[..., None], case: Case, before: State) -> list[State]:
     """The states after a step of `impl`, of the reference in float64, and of it in three orders of columns.
 
-    A float64 reference is itself rounded. The last states then show how much a rounding of its arguments changes.
+    The checks take them in this order. A float64 reference is itself rounded. The last states then show how much a
+    rounding of its arguments changes.
     """
     after = clone(before)
     case.call(impl, after)
@@ -291,20 +292,19 @@ def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[Stat
     jittered = [jitter(before, seed) for seed in range(4)] if case.dtype == torch.float64 else []
     for state in (*rounded, *jittered):
         case.call(case.reference, state)
-    return after, exact, [restore(state, flip) for flip, state in enumerate(rounded)] + jittered
+    return [after, exact, *(restore(state, flip) for flip, state in enumerate(rounded)), *jittered]
 
 
-def check_iterates(case: Case, before: State, after: State, exact: State, rounded: list[State]) -> Tensor:
+def check_iterates(case: Case, before: State, states: list[State]) -> Tensor:
     """Check the iterates and their records; return the mask (B,) of the samples that took a step."""
-    check_copies(case, before, after, rounded[0])
+    after, exact, same, *_ = states
+    check_copies(case, before, after, same)
     ran = before["status"] == 0
     for name in ("residual", "progress"):
-        written = [state[name][:, ran].mT for state in (after, exact, *rounded)]
-        check_close(name, case, written[0], written[1], written[2:], length(written[1]))
+        check_close(name, case, [state[name][:, ran].mT for state in states], length(exact[name][:, ran].mT))
     stepped = (after["status"] == 0) & (not case.last)
     if stepped.any():
-        written = [state["z"][stepped] for state in (after, exact, *rounded)]
-        check_close("z", case, written[0], written[1], written[2:], length(written[1]))
+        check_close("z", case, [state["z"][stepped] for state in states], length(exact["z"][stepped]))
     return stepped
 
 
@@ -357,9 +357,10 @@ def check_untouched_history(case: Case, before: State, after: State, stepped: Te
     assert_same_bits("gram elsewhere", after["gram"][stepped][:, unwritten], before["gram"][stepped][:, unwritten])
 
 
-def check_steps(case: Case, stepped: Tensor, before: State, after: State, exact: State, rounded: list[State]) -> None:
+def check_steps(case: Case, stepped: Tensor, before: State, states: list[State]) -> None:
     """The step that was taken and its dots; nothing else is written but `first`."""
-    for same in (exact, rounded[0]):
+    after, exact, *_ = states
+    for same in states[1:3]:
         assert_same_bits("first", after["first"], same["first"])
     steps_written, gram_written = (torch.zeros_like(before[name], dtype=torch.bool) for name in ("steps", "gram"))
     steps_written[stepped, case.k : case.k + 1] = True
@@ -370,22 +371,20 @@ def check_steps(case: Case, stepped: Tensor, before: State, after: State, exact:
         return
     # A step is made of differences of f and z: its rounding errors are relative to them.
     size = length(before["z"][stepped]).maximum(length(before["fz"][stepped]))
-    steps = [state["steps"][stepped, case.k] for state in (after, exact, *rounded)]
-    check_close("steps", case, steps[0], steps[1], steps[2:], size)
+    check_close("steps", case, [state["steps"][stepped, case.k] for state in states], size)
     if case.k:
         norms = torch.linalg.vector_norm(exact["steps"][stepped, : case.k], dim=-1)
         scale = norms * norms[:, -1:]
         scale = torch.where(scale > 0, scale, 1)
-        dots = [s["gram"][stepped, case.k - 1, : case.k].double() / scale for s in (after, exact, *rounded)]
-        check_close("gram", case, dots[0], dots[1], dots[2:], 1.0)
+        dots = [state["gram"][stepped, case.k - 1, : case.k].double() / scale for state in states]
+        check_close("gram", case, dots, 1.0)
 
 
-def check_gram(case: Case, stepped: Tensor, after: State, exact: State, rounded: list[State]) -> None:
+def check_gram(case: Case, stepped: Tensor, states: list[State]) -> None:
     """Every written dot product, relative to the product of the lengths of its two vectors."""
     mask = written_gram(case)
-    scale = gram_scale(case, {name: exact[name][stepped] for name in ("z", "left", "df", "gram")})
-    actual, true, *others = ((s["gram"][stepped].double() / scale)[:, mask] for s in (after, exact, *rounded))
-    check_close("gram", case, actual, true, others, 1.0)
+    scale = gram_scale(case, {name: states[1][name][stepped] for name in ("z", "left", "df", "gram")})
+    check_close("gram", case, [(state["gram"][stepped].double() / scale)[:, mask] for state in states], 1.0)
 
 
 def gram_scale(case: Case, exact: State) -> Tensor:
@@ -402,10 +401,12 @@ def gram_scale(case: Case, exact: State) -> Tensor:
     return torch.where(scale > 0, scale, 1)
 
 
-def check_close(
-    name: str, case: Case, actual: Tensor, exact: Tensor, rounded: list[Tensor], size: Tensor | float
-) -> None:
-    """Per sample (dimension 0), in the largest norm: |actual - exact| <= 2 max |rounded - exact| + slack size."""
+def check_close(name: str, case: Case, values: list[Tensor], size: Tensor | float) -> None:
+    """Per sample (dimension 0), in the largest norm: |actual - exact| <= 2 max |rounded - exact| + slack size.
+
+    values: those of ``outcomes``.
+    """
+    actual, exact, *rounded = values
     error = distance(actual, exact)
     allowed = torch.stack([distance(tensor, exact) for tensor in rounded]).amax(dim=0)
     bound = 2 * allowed + (SLACK * torch.finfo(case.dtype).eps + case.history_slack) * size

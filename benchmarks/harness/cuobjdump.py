@@ -18,9 +18,8 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -63,8 +62,7 @@ def read_once(code: bytes, read: Callable[[], Any]) -> Any:
     return json.loads(path.read_text())
 
 
-@dataclass(frozen=True, order=True)
-class CompiledKernel:
+class CompiledKernel(NamedTuple):
     """A kernel of the extension on one architecture.
 
     registers: per thread. stack: bytes per thread, which include spilled registers. shared: bytes per block. barriers:
@@ -100,7 +98,7 @@ def cuda_kernels() -> list[CompiledKernel]:
     if CUOBJDUMP is None or shutil.which("c++filt") is None:
         raise Unavailable("triton's cuobjdump or c++filt is missing")
     path = Path(str(_extension.cuda_module.__file__))
-    rows = read_once(path.read_bytes(), lambda: [astuple(kernel) for kernel in _disassemble(str(path))])
+    rows = read_once(path.read_bytes(), lambda: _disassemble(str(path)))
     return [CompiledKernel(*row) for row in rows]
 
 
@@ -157,7 +155,7 @@ def main() -> None:
         kernels = cuda_kernels()
     except Unavailable as reason:
         sys.exit(str(reason))
-    print(tabulate(map(asdict, kernels), headers="keys", tablefmt="plain"))
+    print(tabulate([kernel._asdict() for kernel in kernels], headers="keys", tablefmt="plain"))
 
 
 if __name__ == "__main__":

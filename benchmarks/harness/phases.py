@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from .session import BROUGHT, ROOT
 from .solves import PEER
 from .suite import columns_of, measure
 from .targets import ITERATED, verdicts
-from .timing import Copy, captured, in_turns, wait
+from .timing import ROUNDS, Copy, captured, in_turns, seconds_of
 
 SECONDS = 1.5  # of the rounds of a case
 SECONDS_OF_SWEEPS = 80.0
@@ -51,6 +50,9 @@ PREDICTED = {
 }
 
 
+Rows = Iterator[list[Row]]
+
+
 @dataclass
 class Place:
     """Where a phase runs. small: tiny cases, whose times mean nothing. rows: those measured so far, by all tries."""
@@ -59,13 +61,25 @@ class Place:
     small: bool
     rows: list[Row]
 
+    @property
+    def turns(self) -> dict[str, Any]:
+        """Arguments of ``in_turns``."""
+        return {"rounds": 2, "seconds": 0.1} if self.small else {"seconds": SECONDS}
+
     def has(self, section: str, case: str, provider: str | None = None) -> bool:
         """Whether an earlier try, or this one, has a row of this."""
         providers = [row["provider"] for row in self.rows if (row["section"], row["case"]) == (section, case)]
         return bool(providers) if provider is None else provider in providers
 
-
-Rows = Iterator[list[Row]]
+    def attempt(self, section: str, case: str, provider: str, make: Callable[[], list[Row]]) -> Rows:
+        """Rows of `make`, or the fault as the provider's row; none if an earlier try has that row."""
+        if self.has(section, case, provider):
+            return
+        try:
+            rows = make()
+        except Exception as error:  # one case must not cost the others their rows
+            rows = [row_of(section, case, provider, **fault(error))]
+        yield rows
 
 
 def conclusions(rows: Sequence[Row]) -> Iterator[str]:
@@ -99,11 +113,10 @@ def row_of(section: str, case: str, provider: str, **columns: Any) -> Row:
 def measured(place: Place, chosen: Iterable[Case], leave: Sequence[str] = ()) -> Rows:
     """Rows of cases of the suite, without the providers to leave."""
     copy = Copy(place.device, *[1 << 12] * place.small)
-    turns = {"rounds": 1, "seconds": 0.05} if place.small else {"seconds": SECONDS}
     for case in chosen:
         if place.device in case.devices and not place.has(case.section, case.name):
             providers = [name for name in case.providers_on(place.device) if name not in leave]
-            rows, _ = measure(case, providers, place.device, copy, **turns)
+            rows, _ = measure(case, providers, place.device, copy, **place.turns)
             yield [
                 row_of(case.section, case.name, name, **fault(row)) if isinstance(row, Exception) else row
                 for name, row in rows.items()
@@ -201,18 +214,8 @@ def both(place: Place, case: str, call: Callable[[], Any], calls: int = 200) -> 
     times: dict[str, list[float]] = {"host": [], "device": []}
     for _ in range(5):
         for name, kept in times.items():
-            wait(place.device)
-            kept.append(seconds_of_calls(call, calls, place.device, name == "device"))
+            kept.append(seconds_of(call, calls, place.device, waits=name == "device"))
     return [row_of("probe", case, name, **columns_of(kept)) for name, kept in times.items()]
-
-
-def seconds_of_calls(call: Callable[[], Any], calls: int, device: str, waits: bool) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    if waits:
-        wait(device)
-    return (time.perf_counter() - start) / calls
 
 
 def passes(place: Place, number: int, small: Tensor) -> list[Row]:
@@ -243,7 +246,7 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
         if (made.item(), left.item()) != (length, 0):
             return [row_of("probe", case, "device", fault=f"{made.item()} passes of {length}, {left.item()} left")]
         kept += [graphs, loop]
-        seconds[length] = [seconds_of_calls(launch, 50, "cuda", True) for _ in range(5)]
+        seconds[length] = [seconds_of(launch, 50, "cuda") for _ in range(5)]
     each = [(long - short) / 100 for long, short in zip(seconds[101], seconds[1], strict=True)]
     return [row_of("probe", case, "device", **columns_of(each))]
 
@@ -272,12 +275,8 @@ def published(place: Place) -> Rows:
     """Training steps of published models: torchdeq's layer, ours, and ours with captured solves."""
     root = Path(os.environ.get("DEQFAST_MODELS", BROUGHT / "models"))
     for model in zoo.ROWS[2:3] if place.small else zoo.ROWS:
-        if not place.has(models.SECTION, model.name):
-            rounds, seconds = (2, 0.1) if place.small else (7, SECONDS)
-            try:
-                yield models.measure(model, root, place.device, rounds, seconds)
-            except Exception as error:
-                yield [row_of(models.SECTION, model.name, models.OURS, **fault(error))]
+        make = partial(models.measure, model, root, place.device, **{"rounds": ROUNDS} | place.turns)
+        yield from place.attempt(models.SECTION, model.name, models.OURS, make)
     if not place.has(models.SECTION, models.MEDIAN) and (row := models.median_row(place.rows)):
         yield [row]
 
@@ -294,19 +293,18 @@ def profile(place: Place) -> Rows:
     calls: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {key: partial(make_call, *key) for key in wanted}
     calls["study, width 64, batch 128", "deq"] = partial(study_deq_step, place, 64, 128, graphed=False)
     for (name, provider), make in {} if place.small else calls.items():
-        if place.has("profile", name, provider):
-            continue
-        try:
-            seen = profiled(call := make())
-            if seen is None:
-                raise Skipped("the profiler is not allowed to look")
-            row = row_of("profile", name, provider, **columns_of(in_turns({0: call}, place.device, seconds=SECONDS)[0]))
-        except Exception as error:
-            yield [row_of("profile", name, provider, **fault(error))]
-            continue
-        row |= seen.columns
-        longest = sorted(seen.kernels.items(), key=lambda kernel: -kernel[1][1])[:12]
-        yield [row | {"busy": row["device_ms"] / row["ms_min"], "kernels": [[name, *usage] for name, usage in longest]}]
+        yield from place.attempt("profile", name, provider, partial(longest_kernels, place, name, provider, make))
+
+
+def longest_kernels(place: Place, case: str, provider: str, make: Callable[[], Callable[[], Any]]) -> list[Row]:
+    """Row of a call, with the kernels that took the most time."""
+    seen = profiled(call := make())
+    if seen is None:
+        raise Skipped("the profiler is not allowed to look")
+    row = row_of("profile", case, provider, **columns_of(in_turns({0: call}, place.device, **place.turns)[0]))
+    row |= seen.columns
+    longest = sorted(seen.kernels.items(), key=lambda kernel: -kernel[1][1])[:12]
+    return [row | {"busy": row["device_ms"] / row["ms_min"], "kernels": [[name, *usage] for name, usage in longest]}]
 
 
 def study(place: Place) -> Rows:
@@ -328,17 +326,17 @@ def whole_steps(place: Place) -> Rows:
         makers[f"study, width {width}, batch {batch}, jfb"] = partial(study_deq_step, place, width, batch)
     makers["restoration, 8 x 48 x 48, jfb"] = partial(restoration_step, place)
     for case, make in makers.items():
-        if place.has("whole steps", case):
-            continue
-        try:
-            calls = {"eager": make(False)} | ({} if place.small else {"graphed": make(True)})
-            for call in calls.values():
-                for _ in range(3):  # the third is captured
-                    call()
-            spent = in_turns(calls, place.device, seconds=0.1 if place.small else SECONDS)
-            yield [row_of("whole steps", case, name, **columns_of(kept)) for name, kept in spent.items()]
-        except Exception as error:
-            yield [row_of("whole steps", case, "graphed", **fault(error))]
+        yield from place.attempt("whole steps", case, "graphed", partial(step_rows, place, case, make))
+
+
+def step_rows(place: Place, case: str, make: Callable[[bool], Callable[[], Any]]) -> list[Row]:
+    """Rows of an eager step and a graphed one."""
+    calls = {"eager": make(False)} | ({} if place.small else {"graphed": make(True)})
+    for call in calls.values():
+        for _ in range(3):  # the third is captured
+            call()
+    spent = in_turns(calls, place.device, **place.turns)
+    return [row_of("whole steps", case, name, **columns_of(kept)) for name, kept in spent.items()]
 
 
 def residual_step(place: Place, graphed: bool) -> Callable[[], Any]:

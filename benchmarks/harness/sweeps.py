@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .cases import BF16, FC, LAST_STAGE, MDEQ, SINGLE
-from .entry import Case, Contender
+from .entry import Case, Contender, fault
 from .ops import step_case, transposed_case
 from .record import Row
 from .suite import parts_of
@@ -130,5 +130,5 @@ def run(seconds: float) -> dict[str, Any]:
         try:
             rows.append({"choice": name, **timed(CHOICES[name], case)})
         except Exception as error:  # one case must not cost the others their rows
-            rows.append({"choice": name, "case": case.name, "fault": f"{type(error).__name__}: {error}"})
+            rows.append({"choice": name, "case": case.name, **fault(error)})
     return {"rows": rows, **decide(rows), "left_out": left_out}
