@@ -1,6 +1,6 @@
 """Solvers on 23 classical systems of equations: the evaluations that each needs, or why it fails.
 
-    python benchmarks/classical.py [--out FILE] [--only WORD] [--solver WORD] [--slow]
+    python benchmarks/classical.py [--out FILE] [--only WORD] [--solver WORD]
 
 Prints a Markdown table of ``SOLVERS`` and the solvers of torchdeq and scipy, with an absolute tolerance of 1e-8 and at
 most 1,000 evaluations. F(x) = 0 is solved as the fixed point of z + F(z) and of z - F(z), and the better result counts.
@@ -43,8 +43,6 @@ SOLVERS: dict[str, Callable[..., Any]] = {
     "Broyden 0.1": partial(deqfast.Broyden, relaxation=0.1, history_size=50),
     "Auto": deqfast.Auto,
 }
-# Its window holds all pairs: this takes minutes.
-SLOW = {"Broyden 0.1, all pairs": partial(deqfast.Broyden, relaxation=0.1)}
 Answer = tuple[Tensor, str, int]  # value (1, n), status, evaluations
 Attempt = Callable[[Map, Tensor], Answer]  # (f, z0)
 
@@ -121,9 +119,9 @@ def by_scipy(method: str) -> Attempt:
     return attempt
 
 
-def attempts(slow: bool) -> dict[str, Attempt]:
-    """Columns of the table: ``SOLVERS``, with `slow` ``SLOW``, and the installed peers."""
-    columns = {name: by_deqfast(make) for name, make in (SOLVERS | SLOW if slow else SOLVERS).items()}
+def attempts() -> dict[str, Attempt]:
+    """Columns of the table: ``SOLVERS`` and the installed peers."""
+    columns = {name: by_deqfast(make) for name, make in SOLVERS.items()}
     if importlib.util.find_spec("torchdeq"):
         columns |= {f"torchdeq {kind.__name__}": by_torchdeq(kind) for kind in (deqfast.Broyden, deqfast.Anderson)}
     if importlib.util.find_spec("scipy"):
@@ -173,12 +171,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of all rows, with machine and commit")
     parser.add_argument("--only", default="", metavar="WORD", help="problems with this in their name")
     parser.add_argument("--solver", default="", metavar="WORD", help="solvers with this in their name")
-    parser.add_argument("--slow", action="store_true", help="also solvers that take minutes for a problem")
     options = parser.parse_args()
     if options.out and not options.out.resolve().parent.is_dir():
         parser.error(f"{options.out.resolve().parent} is not a folder")
     torch.set_num_threads(1)
-    solvers = {name: attempt for name, attempt in attempts(options.slow).items() if options.solver in name}
+    solvers = {name: attempt for name, attempt in attempts().items() if options.solver in name}
     rows: list[Row] = []
     for number, problem in enumerate(EQUATIONS, 1):
         for name, attempt in solvers.items() if options.only in problem.name else ():

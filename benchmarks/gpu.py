@@ -29,7 +29,8 @@ from harness.session import FEWEST_SECONDS, MOST_SECONDS, RESERVE, ROOT, Session
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__, epilog=listed(), formatter_class=Lines)
+    lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__, epilog=listed(), formatter_class=lines)
     parser.add_argument("plan", nargs="?", choices=(*PLANS, "bring"), help="bring: build for sm_90, without a GPU")
     parser.add_argument("only", nargs="*", metavar="PHASE", help="only these phases, finished or not")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help=f"of this call, at most {MOST_SECONDS}")
@@ -53,10 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds must be from {FEWEST_SECONDS + RESERVE} to {MOST_SECONDS}, got {given.seconds:g}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     return Session(phases, given.out, given.dry_run).call(given.seconds, given.only)
-
-
-class Lines(argparse.RawDescriptionHelpFormatter):
-    """Help whose lines stay as they are."""
 
 
 def listed() -> str:

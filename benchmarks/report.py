@@ -43,7 +43,6 @@ SECTIONS = {"Layers": "training", "Step": "training step"}  # of the tables whos
 MODEL_TIMES = {"forward": "forward_ms", "training": "ms"}  # heading -> column of a published model's row
 MARGIN = 0.05  # a smaller share of a time does not count
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # suffix of the names of the suite's problems: the scale of their injection
-DRAWN = ("fully connected tanh, digits", "residual block, cifar10")  # problems in the figure
 TIGHT = 1e-5  # tolerance of the suite of problems in a figure
 DIGEST = "deqfast data"  # entry of a figure's PNG
 FACT = re.compile(r"<!-- ([\w-]+\.[\w.-]+) -->")
@@ -286,19 +285,6 @@ def layers(results: Results) -> list[str]:
     return [*Table("", lines).lines(names=SHOWN["layers"]), "", results.origin("training"), *on_gpus]
 
 
-def layers_in_float32(results: Results) -> dict[str, str]:
-    """Least and largest gain over torchdeq of the layers that make about as many evaluations, on a CPU and on GPUs.
-
-    In bf16 torchdeq makes about twice as many evaluations.
-    """
-    cases = {name: runs for name, runs in results.cases("training").items() if not name.endswith("-bf16")}
-    gains = {"cpu": [median(row["gains"][PEER] for row in runs[OURS]) for runs in cases.values()]}
-    for record in results.on_gpu(True):
-        rows = [row for row in record.rows if row["provider"] == "cuda" and row["case"] in cases]
-        gains |= {slug(record.machine["gpu"]): [row["gains"][PEER] for row in rows]} if rows else {}
-    return {f"layers.float32.{place}": span(some) for place, some in gains.items()}
-
-
 def raced(results: Results) -> list[Row]:
     """Row of each problem, solver and tolerance: the medians of the time and the gain over the runs, and whether every
     run reached the tolerance."""
@@ -416,16 +402,12 @@ def blocks(results: Results) -> dict[str, list[str]]:
     promised = [row for row in named["targets"].rows if row["measured"] or "until" in row["state"]]
     solves, gpus = named["solves"], on_gpus(results)
     few = ["deqfast", "torchdeq", "gain over torchdeq", "memory relative to torchdeq"]
-    on_a_gpu = ["time", "per iteration", "gain over", "of its byte floor"]
     return {name: part.lines() for name, part in named.items()} | {
         "targets": Table("", promised).lines(),
-        "solvers": [*solves.lines(names=SHOWN["solvers"]), "", results.origin("solves")],
         "solvers in short": [*solves.lines(few, SHOWN["solvers"]), "", results.origin("solves")],
         "layers in short": layers(results),
-        "residual and machine": [*named["residual"].lines(), "", results.origin("residual")],
         "models and machine": [*named["models"].lines(), "", results.origin("models"), clones(results)],
         "gradients": gradients(results).lines(),
-        "gpu in short": [line for part in gpus for line in (*part.lines(on_a_gpu, SHOWN["gpu in short"]), "")],
         "gpus": [line for part in gpus for line in (f"### {part.title}", "", *part.lines(), "", part.words)]
         or ["Not yet run on a GPU: no GPU time is reported. `bash benchmarks/gpu.sh` measures those targets."],
     }
@@ -434,19 +416,12 @@ def blocks(results: Results) -> dict[str, list[str]]:
 def facts(results: Results) -> dict[str, str]:
     """Numbers that sentences may quote: every entry of every table, the options' gains, counts of targets."""
     known = {key: text for part in (*tables(results), options(results)) for key, text in part.facts().items()}
-    known |= {"layers.all.over-the-cell-once": costs(results), **layers_in_float32(results)}
     known |= {f"calls.{method}.get-deq": text for method, text in calls(results).items()}
     known |= model_facts(results)
     counts = Counter(re.split(r" in | until |:", row["state"])[0] for row in targets(results).rows)
     known |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
     known["targets.until-measured"] = str(sum("until" in row["state"] for row in targets(results).rows))
     return known | {"targets.all": str(counts.total())}
-
-
-def costs(results: Results) -> str:
-    """Least and largest time of the layers, in units of the cell once."""
-    cases = results.cases("training").values()
-    return span([median(values(runs, OURS, "ms_min")) / median(values(runs, "explicit", "ms_min")) for runs in cases])
 
 
 def calls(results: Results) -> dict[str, str]:
@@ -477,9 +452,9 @@ class Figure:
 
 def figures(results: Results) -> Iterator[Figure]:
     """All figures, with the rows that they show."""
-    courses, origin = first_run(results, "residual course", DRAWN)
-    yield Figure("time_to_residual", "residual_courses", courses, (origin,))
-    gradient_rows, origin = first_run(results, "options", SHOWN["gradients"])
+    runs = results.having("options")
+    gradient_rows = [row for row in runs[0].rows if row["case"] in SHOWN["gradients"]]
+    origin = f"First of {len(runs)} runs. {results.origin('options')}".replace("`", "")
     names = {key: SHOWN[key] for key in ("gradients", "adjoints")}
     yield Figure("gradient_error", "gradient_errors", gradient_rows, (origin, names))
     yield Figure("layer_gains", "ratios", layer_gains(results), ("times as fast as torchdeq",))
@@ -488,13 +463,6 @@ def figures(results: Results) -> Iterator[Figure]:
     suite = [row for row in raced(results) if SYNTHETIC.search(row["case"]) and row["tol"] == TIGHT]
     shown = [row for row in suite if row["provider"] in SHOWN["drawn racers"]]
     yield Figure("problems_solved", "problems_solved", shown, (len({row["case"] for row in suite}),))
-
-
-def first_run(results: Results, section: str, cases: Sequence[str]) -> tuple[list[Row], str]:
-    """Rows of some cases in the first record of a section, and their origin."""
-    runs = results.having(section)
-    origin = f"First of {len(runs)} runs. {results.origin(section)}".replace("`", "")
-    return [row for row in runs[0].rows if row["case"] in cases], origin
 
 
 def whisker(some: Sequence[float]) -> tuple[float, float, float]:

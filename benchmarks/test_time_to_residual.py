@@ -12,23 +12,17 @@ therefore end nearer to the solution, and may leave it again.
 from __future__ import annotations
 
 import pytest
-from harness import problems, races, trained
-from harness.races import TOLERANCES, courses, measure, providers
+from harness import problems, trained
+from harness.races import TOLERANCES, measure, providers
 
 ROUNDS = 5
-SHOWN = ("fully connected tanh", "residual block")  # whose courses report.py draws
-SHOWN_PROVIDERS = ("deqfast picard", "deqfast anderson m=6", f"deqfast broyden n={races.EVALUATIONS}")
 
 
 def race(board, problem, on_torch):
     """Keep the rows of a problem. A wrong answer is recorded, and does not fail the test."""
     pytest.importorskip("torchdeq")
     compared = providers(on_torch)
-    rows = [row for tol in TOLERANCES for row in measure(problem, compared, tol, ROUNDS)]
-    if problem.name.startswith(SHOWN):
-        drawn = [one for one in compared if one.name in SHOWN_PROVIDERS or one.name == one.peer]
-        rows += courses(problem, [one for one in drawn if one.name != races.SMALL_RIDGE], ROUNDS)
-    for row in rows:
+    for row in [row for tol in TOLERANCES for row in measure(problem, compared, tol, ROUNDS)]:
         board.add(row)
 
 

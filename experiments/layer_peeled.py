@@ -16,7 +16,7 @@ from peeled.report import markdown
 from peeled.study import PeeledSettings, run
 from runs.files import prepare_out, read_record, reading, to_json, write_atomically
 from runs.options import parsed
-from runs.script import told
+from runs.script import run_main
 
 REMEDY = "run it without --report"
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C."""
     examples = ("layer_peeled.py --e-w 1 --e-h 0.5 --seeds 0", "layer_peeled.py --report --out runs/layer_peeled")
     settings = parsed(PeeledSettings, __doc__, examples, argv)
-    return told("layer_peeled.py", lambda: study(settings, Path(settings.out)), "nothing was written")
+    return run_main("layer_peeled.py", lambda: study(settings, Path(settings.out)), "nothing was written")
 
 
 def study(settings: PeeledSettings, out: Path) -> int:

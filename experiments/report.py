@@ -33,11 +33,13 @@ def main() -> int:
         return 1
     from nc_study.reporting import power  # late: there may be nothing to report, and these take seconds
     from nc_study.reporting.report import show
-    from runs.script import told
+    from runs.script import run_main
 
     if asked.power:
-        return told("report.py", lambda: power.show(asked.runs), "nothing was written")
-    return told("report.py", lambda: show(asked.runs, asked.out or asked.runs[0] / "report"), "the report is not whole")
+        return run_main("report.py", lambda: power.show(asked.runs), "nothing was written")
+    return run_main(
+        "report.py", lambda: show(asked.runs, asked.out or asked.runs[0] / "report"), "the report is not whole"
+    )
 
 
 if __name__ == "__main__":

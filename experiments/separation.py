@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs.files import locked, prepare_out
-from runs.options import Checked, SettingsError, option, parsed
+from runs.options import Checked, SettingsError, listed, option, parsed
 from runs.processes import run_all, tell_failed, unreadable
-from runs.script import how_to_go_on, told
+from runs.script import resume_hint, run_main
 from separation_study import audio, report, saliency
 from separation_study.diagonal import DIAGONAL
-from separation_study.frame import Job, jobs_of, of_records
+from separation_study.frame import Job, jobs_of, recorded
 from separation_study.gotu import GOTU
 from separation_study.heatmap import HEATMAP
 from separation_study.sawtooth import SAWTOOTH
 from separation_study.steep import STEEP
 
-EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMAP, audio.AUDIO, saliency.SALIENCY)}
+EXPERIMENTS = {each.name: each for each in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMAP, audio.AUDIO, saliency.SALIENCY)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,30 +63,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C."""
     examples = ("separation.py --experiment gotu --jobs 1", "separation.py --preset full --out runs/separation")
     options = parsed(Options, __doc__, examples, argv)
-    return told("separation.py", lambda: study(options), how_to_go_on())
+    return run_main("separation.py", lambda: study(options), resume_hint())
 
 
 def study(options: Options) -> int:
     """Measure what is missing and write the report; 0, or 1 if a unit could not be measured."""
     folder = Path(options.out) / options.preset
     prepare_out(folder)
-    experiments = {name: one for name, one in EXPERIMENTS.items() if options.preset in one.sizes}
+    experiments = {name: each for name, each in EXPERIMENTS.items() if options.preset in each.sizes}
     if options.experiment not in ("all", *experiments):
         raise SettingsError(f"--preset {options.preset}: only for {', '.join(experiments)}, not {options.experiment}")
     if options.preset == "long" and (options.audio, options.runs) != (None, None):
         raise SettingsError("--preset long: it takes neither --audio nor --runs")
     if options.report:
         names = experiments if options.experiment == "all" else [options.experiment]
-        again = [of_records(folder, options.preset, experiments[name]) for name in names]
+        again = [recorded(folder, options.preset, experiments[name]) for name in names]
         print(f"report: {report.write(again, options.preset, folder, keep=options.experiment != 'all')}")
         return 0
     if options.audio is not None:
         experiments["audio"] = audio.recorded(Path(options.audio))
     if options.runs is not None:
-        experiments["saliency"] = saliency.of_runs(Path(options.runs), Path(options.data_root))
+        experiments["saliency"] = saliency.finished(Path(options.runs), Path(options.data_root))
     chosen = experiments.values() if options.experiment == "all" else [experiments[options.experiment]]
     jobs = [job for experiment in chosen for job in jobs_of(folder, experiment, options.preset)]
-    jobs = sorted(_of_tasks(jobs, options.task), key=lambda job: job.unit.seed)  # all tasks of a seed before the next
+    jobs = sorted(_chosen(jobs, options.task), key=lambda job: job.unit.seed)  # all tasks of a seed first
     # Other sizes are an error now rather than after all the others.
     failed = unreadable([job for job in jobs if job.finished], Job.outcome)
     with locked(folder):
@@ -96,13 +96,11 @@ def study(options: Options) -> int:
     return tell_failed("separation.py", failed)
 
 
-def _of_tasks(jobs: list[Job], tasks: str | None) -> list[Job]:
+def _chosen(jobs: list[Job], tasks: str | None) -> list[Job]:
     """Choose the jobs of some tasks, all without a choice."""
     if tasks is None:
         return jobs
-    wanted, known = tasks.split(","), [*dict.fromkeys(job.unit.task for job in jobs)]
-    if unknown := [one for one in wanted if one not in known]:
-        raise SettingsError(f"--task {tasks}: {unknown[0]} is none of {', '.join(known)}")
+    wanted = listed("task", tasks, [*dict.fromkeys(job.unit.task for job in jobs)])
     return [job for job in jobs if job.unit.task in wanted]
 
 

@@ -21,11 +21,10 @@ from nc_study.data import find_source
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.scheduler import Task, hours_left, plan
 from nc_study.training import DIVERGED
-from runs.arguments import Parser
 from runs.files import prepare_out, to_json, write_atomically
-from runs.options import Checked, SettingsError, StudyError, add_options, flag_of, option
+from runs.options import Checked, Parser, SettingsError, StudyError, add_options, flag_of, option
 from runs.processes import run_all, tell_failed
-from runs.script import how_to_go_on, launched, told
+from runs.script import launched, resume_hint, run_main
 
 from deqfast._checks import did_you_mean
 
@@ -85,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
     Ctrl-C or SIGTERM."""
     options, tasks = parse(argv)
-    return told("study.py", lambda: run_study(options, tasks), how_to_go_on())
+    return run_main("study.py", lambda: run_study(options, tasks), resume_hint())
 
 
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:

@@ -3,19 +3,19 @@
 g = f(z) - z. L holds steps S (BROYDEN_GOOD, ANDERSON_I) or changes of the residual Y (BROYDEN_BAD, ANDERSON_II). DF
 holds the changes of f, or beta Y + S if beta != 1. N = L^T Y. Samples that are not RUNNING move no bytes.
 
-| kernels | if programs share a sample, see ``common`` | what |
-|---|---|---|
-| left | left, judge | sweep 1, over L: verdict, newest pair, t = L^T g, a column of N and, for Y, a row |
-| solve | solve | N gamma = t; part of sweep 2 while MP <= ``MAX_INLINE_WINDOW`` |
-| right | right, row | sweep 2, over DF: best iterate, z, next step and, for S, its row of N |
+| kernels | if programs share a sample | in halves, see ``ops.steps.split`` | what |
+|---|---|---|---|
+| left | left, judge | left, totals; enter | sweep 1, over L: verdict, newest pair, L^T g, a column, for Y a row of N |
+| solve | solve | solve | N gamma = t; part of sweep 2 while MP <= ``MAX_INLINE_WINDOW`` |
+| right | right, row | right, row | sweep 2, over DF: best iterate, z, next step and, for S, its row of N |
 
 z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T, see ``window``. T is float32 or float64, H is
 T or bfloat16. Everything is computed in T. The window of a step is in the first n slots. scratch (B, W) T: t by slot
 (M), which gamma replaces; the verdict; and if programs share a sample, their numbers, see ``number_of``.
 
-The halves of a step, see ``deqfast.ops.steps.split``: left and totals; then enter, solve, right and row.
-
-Arguments of helpers in capitals, `first` and `dtype` are constants of the compiled code.
+Arguments of helpers in capitals, `first` and `dtype` are constants of the compiled code: PAIRS of the window, and MP,
+the next power of two; PASS pairs to a sweep; ROWS of the history loaded at once; columns in blocks of BLK, of which
+FOLD that one thread holds are summed first (FOLD < 0: they are not adjacent). S programs share a sample.
 
 The transposed product alpha (beta v - L gamma), N^T gamma = DF^T v, has three kernels: dots, gamma, product.
 """

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .counters import count, evaluations
+from .counters import count_call, evaluations
 from .entry import Case, Contender, Skipped, check, crossed
 from .maps import NEVER
-from .peers import TORCHDEQ
-from .record import Row
+from .peers import BACKWARD_TOL, TORCHDEQ, layer_by
 
 EVALUATIONS = 6
-BACKWARD_TOL = 1e-6
 PROVIDERS = ("DEQBlock", "get_deq", "torchdeq")
 
 
@@ -44,14 +42,9 @@ def layer_of(provider: str, cell: Cell, solver: type[Any], adjoint: str) -> Call
         return deqfast.DEQBlock(cell, solver(NEVER, EVALUATIONS), backward)
     if provider == "torchdeq" and find_spec("torchdeq") is None:
         raise Skipped("torchdeq is not installed")
-    make = import_module("torchdeq" if provider == "torchdeq" else "deqfast.compat.torchdeq").get_deq
-    name = TORCHDEQ[solver]
-    most = EVALUATIONS - (name == "broyden")  # it does not count its first evaluation
-    settings: dict[str, Any] = {"f_solver": name, "f_max_iter": most, "f_tol": NEVER, "f_stop_mode": "rel"}
-    if adjoint == "implicit":
-        settings |= {"ift": True, "b_solver": name, "b_max_iter": most, "b_tol": BACKWARD_TOL, "b_stop_mode": "rel"}
-    layer = make(**settings)
-    return lambda x, z0: layer(lambda z: cell(z, x), z0)[0][-1]
+    get_deq = import_module("torchdeq" if provider == "torchdeq" else "deqfast.compat.torchdeq").get_deq
+    most = EVALUATIONS - (solver is deqfast.Broyden)  # torchdeq does not count its first evaluation
+    return layer_by(get_deq, cell, solver(NEVER, EVALUATIONS), adjoint, TORCHDEQ[solver], most)
 
 
 def call_case(shape: tuple[int, int], solver: type[Any], mode: str) -> Case:
@@ -73,8 +66,6 @@ def call_case(shape: tuple[int, int], solver: type[Any], mode: str) -> Case:
         with torch.no_grad():
             z = layer(x, z0)
             check("residual", float((cell(z, x) - z).norm() / z.norm()), 0.1)
-        facts: Row = {"evaluations": evaluations(cell, call)}
-        asked = count(lambda f: call(), lambda: None, device)
-        return Contender(call, facts | {"launches": asked.operations, "host_waits": asked.host_waits})
+        return Contender(call, {"evaluations": evaluations(cell, call), **count_call(call, device).columns})
 
     return Case("calls", f"{solver.__name__.lower()}-{mode}-{crossed(shape)}", PROVIDERS, ("torchdeq",), contender)

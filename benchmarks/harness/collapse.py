@@ -11,7 +11,7 @@ from torch import Tensor
 import deqfast
 
 from . import traffic
-from .counters import count, memory
+from .counters import count_call, memory
 from .entry import KERNELS, Case, Contender, check, kernel_of, short
 from .peers import pinv_collapse
 
@@ -77,8 +77,7 @@ def collapse_case(
         moved = traffic.collapse_bytes(samples, dim, classes, dtype.itemsize, classifier)
         facts = {"error": error, "bytes": moved, "peak_bytes": peak}
         if provider in KERNELS:  # counting calls it again, which takes minutes for a large pseudo-inverse
-            counters = count(lambda f: measure(), lambda: None, device)
-            facts |= {"launches": counters.operations, "host_waits": counters.host_waits}
+            facts = count_call(measure, device).columns | facts
         return Contender(measure, facts)
 
     name = f"{'nc' if classifier else 'nc1'}-{samples}x{dim}-K{classes}-{kind}"

@@ -17,7 +17,7 @@ from torch import Tensor
 import deqfast
 
 from .collapse import clusters
-from .counters import count
+from .counters import count, count_call
 from .maps import NEVER
 
 KERNEL = "cpp"
@@ -65,7 +65,7 @@ def full_solve(solver: str, trace: bool = False) -> dict[str, int]:
 
 def whole(call: Callable[[], Any], *without: str) -> dict[str, int]:
     """Counters of a call, f included, except those that depend on the processor or on torch's version."""
-    counters = vars(count(lambda f: call(), lambda: None, "cpu"))
+    counters = vars(count_call(call, "cpu"))
     return {name: value for name, value in counters.items() if name not in without}
 
 

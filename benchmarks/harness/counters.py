@@ -58,6 +58,11 @@ class Counters:
     allocations: int
     peak_bytes: int
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Columns of a row; every operation counts as a launch."""
+        return {"launches": self.operations, "host_waits": self.host_waits, "peak_bytes": self.peak_bytes}
+
 
 def waits(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether the host waits for the operation `name` of torch on a GPU."""
@@ -118,6 +123,11 @@ def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any], devi
     return Counters(mode.operations, mode.host_waits, *memory(lambda: call(f), device))
 
 
+def count_call(call: Callable[[], Any], device: str) -> Counters:
+    """Counters of a call, f included."""
+    return count(lambda f: call(), lambda: None, device)
+
+
 @dataclass(frozen=True)
 class Profile:
     """What a GPU did in a call.
@@ -131,8 +141,10 @@ class Profile:
     kernels: dict[str, tuple[int, float]]
 
     @property
-    def device_ms(self) -> float:
-        return sum(ms for _, ms in self.kernels.values())
+    def columns(self) -> dict[str, Any]:
+        """Columns of a row."""
+        device_ms = sum(ms for _, ms in self.kernels.values())
+        return {"launches": self.launches, "host_waits": self.host_waits, "device_ms": device_ms}
 
 
 def profiled(call: Callable[[], Any]) -> Profile | None:

@@ -5,7 +5,6 @@ Figures of the width ``NARROW`` are readable on a phone.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -18,25 +17,6 @@ METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anders
 VARIANTS = ("gmres", "checkpoint")  # drawn hollow, in the colour of the adjoint that they vary
 LOOKS = ((style.VERMILLION, "o"), (style.BLUE, "D"))  # of machines
 LIBRARIES = {"deqfast": style.VERMILLION, "torchdeq": style.BLUE}
-
-
-def residual_courses(courses: Sequence[Row], origin: str, **entry: str) -> bytes:
-    """Best residual so far of the worst sample against time, a panel for each problem."""
-    cases = list(dict.fromkeys(row["case"] for row in courses))
-    figure, (axes,) = style.panels(1, len(cases), height=3.2, sharey=True)
-    for axis, case in zip(axes, cases, strict=True):
-        own = [row for row in courses if row["case"] == case]
-        axis.set_title(f"{case}: {own[0]['batch']} samples of {own[0]['dim']:,}")
-        axis.set(xlabel="time, f included (ms)", xscale="log", yscale="log", ylim=(3e-8, 3))
-        for row in sorted(own, key=lambda row: METHODS[row["provider"].split()[1]]):
-            library, method = row["provider"].split()[:2]
-            name = METHODS[method]
-            look = style.look(name) | {"marker": "", "ls": "-" if library == "deqfast" else "--"}
-            residuals = [value or math.nan for value in row["course"]["residual"]]
-            axis.plot(row["course"]["ms"], residuals, label=f"{name}, {library}", **look)
-    axes[0].set_ylabel("relative residual, worst sample")
-    style.legend(figure, 3, title=textwrap.fill(origin, 160), title_fontsize=7, handlelength=3)
-    return style.png(figure, **entry)
 
 
 def gradient_errors(rows: Sequence[Row], origin: str, names: Mapping[str, Mapping[str, str]], **entry: str) -> bytes:

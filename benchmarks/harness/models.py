@@ -195,7 +195,7 @@ def built(model: Model, folder: Path, provider: str, device: str = "cpu") -> Bui
         return model.build(file, options_of(model.flags))
 
 
-def watched_step(one: Built) -> Row:
+def watched_step(version: Built) -> Row:
     """Loss, gradient, evaluations of func by the layers and the relative residual of their states, of a training step.
 
     The residual is of a whole state, and the largest of several solves.
@@ -220,14 +220,14 @@ def watched_step(one: Built) -> Row:
             after = flat(func(*([state] if isinstance(state, Tensor) else state)))
             residuals.append((after - flat(state)).norm() / after.norm())
 
-    layers = [part for part in one.model.modules() if isinstance(part, (compat.DEQ, torchdeq.core.DEQBase))]
+    layers = [part for part in version.model.modules() if isinstance(part, (compat.DEQ, torchdeq.core.DEQBase))]
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
     handles += [layer.register_forward_hook(looked, with_kwargs=True) for layer in layers]
-    loss = one.train()
+    loss = version.train()
     for handle in handles:
         handle.remove()
     residual = float(torch.stack(residuals).max())
-    return {"loss": loss, "gradient": one.gradient(), "evaluations": evaluations[0], "residual": residual}
+    return {"loss": loss, "gradient": version.gradient(), "evaluations": evaluations[0], "residual": residual}
 
 
 def flat(state: Any) -> Tensor:
@@ -251,21 +251,21 @@ def measure(
     turns: dict[str, Any] = {"device": device, "rounds": rounds, "seconds": seconds}
     rows: list[Row] = []
     with on_device(device, model.dtype):
-        ones = {provider: built(model, folder, provider, device) for provider in (PEER, OURS)}
-        steps = {provider: watched_step(one) for provider, one in ones.items()}
+        versions = {provider: built(model, folder, provider, device) for provider in (PEER, OURS)}
+        steps = {provider: watched_step(version) for provider, version in versions.items()}
         if device == "cuda" and model.solves:
             try:
-                ones[GRAPH] = built(model, folder, GRAPH, device)
-                steps[GRAPH] = watched_step(ones[GRAPH])
+                versions[GRAPH] = built(model, folder, GRAPH, device)
+                steps[GRAPH] = watched_step(versions[GRAPH])
                 del steps[GRAPH]["evaluations"]  # a replay calls nothing
             except Exception as error:  # it must not cost the others their rows
-                del ones[GRAPH]
+                del versions[GRAPH]
                 kind = "skipped" if "cuda_graph" in str(error) else "fault"  # the former: refused with a reason
                 rows.append(about | {"provider": GRAPH, kind: f"{type(error).__name__}: {error}"})
-        trained = in_turns({provider: one.train for provider, one in ones.items()}, **turns)
-        for one in ones.values():
-            one.model.eval()
-        predicted = in_turns({provider: one.predict for provider, one in ones.items()}, **turns)
+        trained = in_turns({provider: version.train for provider, version in versions.items()}, **turns)
+        for version in versions.values():
+            version.model.eval()
+        predicted = in_turns({provider: version.predict for provider, version in versions.items()}, **turns)
     for provider, step in steps.items():
         row = about | {"provider": provider} | columns_of(trained[provider])
         row["forward_ms"] = columns_of(predicted[provider])["ms"]

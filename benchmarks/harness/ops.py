@@ -15,7 +15,7 @@ from torch import Tensor
 from deqfast.ops import ACTIVATIONS, Kernel
 
 from . import traffic
-from .counters import count
+from .counters import count_call
 from .entry import KERNELS, Case, Contender, Skipped, Wrong, check_results, crossed, kernel_of, on
 from .record import Row
 
@@ -30,8 +30,8 @@ def counted(call: Any, device: str, moved: float, facts: Row, another: Any, **mo
 
     moved: bytes that a call must move.
     """
-    counters = count(lambda f: call(), lambda: None, device)
-    facts |= {"bytes": round(moved), "launches": counters.operations, "peak_bytes": counters.peak_bytes}
+    counters = count_call(call, device)
+    facts |= {"bytes": round(moved), **counters.columns}
     return Contender(call, facts, another=None if counters.host_waits else another, **more)
 
 

@@ -16,6 +16,7 @@ from .entry import Skipped
 
 Solve = Callable[[Any, Tensor], Tensor]  # (f, z0) -> z
 
+BACKWARD_TOL = 1e-6  # relative, as deqfast's own
 TORCHDEQ = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
 _WINDOWS = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
 
@@ -70,9 +71,16 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
 
     name = f"{TORCHDEQ[type(solver)]} {run.keywords}"
     register_solver(name, run)  # the backward solve takes a window in no other way
+    return layer_by(get_deq, cell, solver, adjoint, name, max_iter)
+
+
+def layer_by(
+    get_deq: Callable[..., Any], cell: nn.Module, solver: Any, adjoint: str, name: str, max_iter: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, z0) -> z with gradient, by torchdeq's ``get_deq`` or ours; name: of torchdeq's solver."""
     settings = {"f_solver": name, "f_max_iter": max_iter, "f_tol": solver.tol, "f_stop_mode": _stop_mode(solver)}
     if adjoint == "implicit":
-        settings |= {"ift": True, "b_solver": name, "b_max_iter": max_iter, "b_tol": 1e-6, "b_stop_mode": "rel"}
+        settings |= {"ift": True, "b_solver": name, "b_max_iter": max_iter, "b_tol": BACKWARD_TOL, "b_stop_mode": "rel"}
     layer = get_deq(**settings)
     return lambda x, z0: layer(lambda z: cell(z, x), z0)[0][-1]
 

@@ -61,8 +61,8 @@ class Place:
 
     def has(self, section: str, case: str, provider: str | None = None) -> bool:
         """Whether an earlier try, or this one, has a row of this."""
-        given = [(row["section"], row["case"], *[row["provider"]] * (provider is not None)) for row in self.rows]
-        return (section, case, *[provider] * (provider is not None)) in given
+        providers = [row["provider"] for row in self.rows if (row["section"], row["case"]) == (section, case)]
+        return bool(providers) if provider is None else provider in providers
 
 
 Rows = Iterator[list[Row]]
@@ -304,9 +304,9 @@ def profile(place: Place) -> Rows:
         except Exception as error:
             yield [row_of("profile", name, provider, **fault(error))]
             continue
-        row |= {"launches": seen.launches, "host_waits": seen.host_waits, "device_ms": seen.device_ms}
+        row |= seen.columns
         longest = sorted(seen.kernels.items(), key=lambda kernel: -kernel[1][1])[:12]
-        yield [row | {"busy": seen.device_ms / row["ms_min"], "kernels": [[name, *usage] for name, usage in longest]}]
+        yield [row | {"busy": row["device_ms"] / row["ms_min"], "kernels": [[name, *usage] for name, usage in longest]}]
 
 
 def study(place: Place) -> Rows:

@@ -61,7 +61,7 @@ def even(dim: int, generator: torch.Generator, radius: float) -> Tensor:
     return symmetric(torch.linspace(-radius, radius, dim, dtype=torch.float64), generator)
 
 
-def clustered_at_one(dim: int, generator: torch.Generator, radius: float) -> Tensor:
+def clustered(dim: int, generator: torch.Generator, radius: float) -> Tensor:
     """Symmetric matrix; the distances of its eigenvalues from 1 are log-uniform from 1 - radius to 1 + radius."""
     distances = torch.logspace(math.log10(1 - radius), math.log10(1 + radius), dim, dtype=torch.float64)
     return symmetric(1 - distances, generator)
@@ -100,7 +100,7 @@ MAPS: dict[str, tuple[int, Callable[[int, torch.Generator], Tensor], Callable[[T
     "gaussian 0.5": (1024, partial(gaussian, radius=0.5), None),
     "gaussian 0.7": (512, partial(gaussian, radius=0.7), None),
     "even 0.9": (512, partial(even, radius=0.9), None),
-    "clustered 0.9": (256, partial(clustered_at_one, radius=0.9), None),
+    "clustered 0.9": (256, partial(clustered, radius=0.9), None),
     "decaying 0.95": (1024, partial(decaying, radius=0.95), None),
     "decaying 0.99": (256, partial(decaying, radius=0.99), None),
     "triangular": (256, partial(triangular, coupling=1.0), None),

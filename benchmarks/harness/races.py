@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +13,12 @@ from torch import Tensor
 
 import deqfast
 
-from .maps import NEVER
 from .peers import Solve, torchdeq_solve
 from .problems import Problem
 from .record import Row
 from .solves import solve_by
+from .suite import columns_of
+from .timing import in_turns
 
 TOLERANCES = (1e-3, 1e-5)
 EVALUATIONS = 60
@@ -42,6 +41,9 @@ def providers(on_torch: bool = False) -> list[Provider]:
     def raced(make: Callable[..., Any], kernel: str) -> Callable[[float], Solve]:
         return lambda tol: solve_by(kernel, make(tol, EVALUATIONS), "cpu")
 
+    def small_ridge(tol: float) -> Solve:
+        return torch.no_grad()(torchdeq_solve(deqfast.Anderson(tol, EVALUATIONS), lam=1e-8))
+
     picard, anderson, broyden = (f"torchdeq {name}" for name in ("fixed_point_iter", "anderson m=6", "broyden"))
     whole = partial(deqfast.Broyden, history_size=EVALUATIONS)  # torchdeq's default
     ours: list[tuple[str, str, Callable[..., Any]]] = [
@@ -52,110 +54,59 @@ def providers(on_torch: bool = False) -> list[Provider]:
         (f"broyden n={EVALUATIONS}", broyden, whole),
         ("broyden n=20", broyden, deqfast.Broyden),
     ]
-    plain = [one for one in ours if on_torch and one[0] in ("picard", "anderson m=6", "broyden n=20")]
+    plain = [entry for entry in ours if on_torch and entry[0] in ("picard", "anderson m=6", "broyden n=20")]
     theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
     return [
         *(Provider(f"deqfast {name}", peer, raced(make, "cpp")) for name, peer, make in ours),
         *(Provider(f"torch {name}", peer, raced(make, "torch")) for name, peer, make in plain),
         *(Provider(name, name, raced(make, "torchdeq")) for name, make in theirs.items()),
-        Provider(SMALL_RIDGE, SMALL_RIDGE, lambda tol: torchdeq_solve(deqfast.Anderson(tol, EVALUATIONS), lam=1e-8)),
+        Provider(SMALL_RIDGE, SMALL_RIDGE, small_ridge),
     ]
-
-
-@torch.no_grad()
-def run(problem: Problem, provider: Provider, tol: float) -> tuple[Tensor, float, list[tuple[float, float]]]:
-    """Value of a solve, its time, and when each call of f began and ended (ms from the start of the solve)."""
-    solve, calls = provider.solve(tol), []
-    start = time.perf_counter()
-
-    def elapsed() -> float:
-        return 1e3 * (time.perf_counter() - start)
-
-    def f(z: Tensor) -> Tensor:
-        begin = elapsed()
-        value = problem.f(z)
-        calls.append((begin, elapsed()))
-        return value
-
-    return solve(f, problem.z0), elapsed(), calls
 
 
 def judged(problem: Problem, provider: Provider, tol: float) -> Row:
     """One solve: evaluations, residual in float64, and whether it is within the tolerance."""
-    value, _, calls = run(problem, provider, tol)
+    calls = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return problem.f(z)
+
+    value = provider.solve(tol)(f, problem.z0)
     worst = float(problem.residuals(value).max())
-    row = named(problem, provider, "residual") | {
+    about = {"section": "residual", "case": problem.name, "provider": provider.name}
+    row = about | {
+        "batch": len(problem.z0),
+        "dim": problem.dim,
+        "dtype": "float32",
         "peer": provider.peer,
         "tol": tol,
-        "evaluations": len(calls),
+        "evaluations": calls,
         "most_evaluations": EVALUATIONS,
         "residual": finite(worst),
         "reached": worst <= SLACK * tol,
     }
     if not row["reached"]:
-        row["skipped"] = f"residual {worst:.1e} after {len(calls)} evaluations"
+        row["skipped"] = f"residual {worst:.1e} after {calls} evaluations"
     return row
 
 
 def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int) -> list[Row]:
-    """A row per provider; rounds of those that reach the tolerance are interleaved.
+    """A row per provider; those that reach the tolerance are timed in turns.
 
-    ms, ms_min: median and least time of the whole call, f included. f_ms: time within f in the fastest call. gain: the
-    peer's `ms` over this one's if both reach the tolerance.
+    The times are of the whole call, f included. gain: the peer's `ms` over this one's if both reach the tolerance.
     """
     rows = {provider.name: judged(problem, provider, tol) for provider in compared}
     racing = [provider for provider in compared if rows[provider.name]["reached"]]
-    times: dict[str, list[tuple[float, float]]] = {provider.name: [] for provider in racing}
-    for _ in range(rounds):
-        for provider in racing:
-            _, spent, calls = run(problem, provider, tol)
-            times[provider.name].append((spent, sum(end - begin for begin, end in calls)))
-    for name, spent_of in times.items():
-        rows[name]["ms"] = statistics.median(total for total, _ in spent_of)
-        rows[name]["ms_min"], rows[name]["f_ms"] = min(spent_of)
+    solves = {provider.name: partial(provider.solve(tol), problem.f, problem.z0) for provider in racing}
+    for name, seconds in in_turns(solves, rounds=rounds, seconds=math.inf).items():
+        rows[name] |= columns_of(seconds)
     for provider in racing:
         row, peer = rows[provider.name], rows[provider.peer]
         if row is not peer and "ms" in peer:
             row["gain"] = peer["ms"] / row["ms"]
     return list(rows.values())
-
-
-def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row]:
-    """A row per provider, of a solve that runs to max_iter.
-
-    It has the best residual so far of the worst sample after every evaluation, and the median time (ms) until f's value
-    was available. The residuals are those of f's arguments.
-    """
-    moments: dict[str, list[list[float]]] = {provider.name: [] for provider in compared}
-    for _ in range(rounds):
-        for provider in compared:
-            moments[provider.name].append([end for _, end in run(problem, provider, NEVER)[2]])
-    rows: list[Row] = []
-    for provider in compared:
-        ms = [statistics.median(ends) for ends in zip(*moments[provider.name], strict=True)]
-        residuals = [finite(residual) for residual in residuals_on_the_way(problem, provider)]
-        row = named(problem, provider, "residual course") | {"evaluations": len(residuals)}
-        rows.append(row | {"course": {"ms": ms, "residual": residuals}})
-    return rows
-
-
-@torch.no_grad()
-def residuals_on_the_way(problem: Problem, provider: Provider) -> list[float]:
-    """The best residual so far, of the worst sample, after every evaluation of a solve that runs to max_iter."""
-    seen: list[Tensor] = []
-
-    def f(z: Tensor) -> Tensor:
-        seen.append(problem.residuals(z.view_as(problem.z0)))
-        return problem.f(z)
-
-    provider.solve(NEVER)(f, problem.z0)
-    return torch.stack(seen).nan_to_num(math.inf).cummin(0).values.max(dim=1).values.tolist()
-
-
-def named(problem: Problem, provider: Provider, section: str) -> Row:
-    """Columns that identify a row."""
-    size = {"batch": len(problem.z0), "dim": problem.dim, "dtype": "float32"}
-    return {"section": section, "case": problem.name, "provider": provider.name, **size}
 
 
 def finite(value: float) -> float | None:

@@ -22,7 +22,7 @@ gain                 of section "residual": ms of `peer` / this one's; `reached`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 accuracy, radius     of a trained layer: share of correct digits, spectral radius; accuracy_of_few: at three evaluations
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
-missed, false        of the `samples` of a case of benchmarks/classical.py, with their `status`: see harness/contest.py
+missed, false        of benchmarks/classical.py: whether no root was reached, and the claims that it was
 forward_ms ...       of section "models": see harness/models.py
 flop, nc_share ...   of section "training step": see harness/study_step.py
 skipped, fault       why the row has no time

@@ -40,15 +40,12 @@ def solver_name(solver: Any) -> str:
 def asked(call: Any, f: Any, evaluations: int, device: str) -> Row:
     """Columns of the counters of `call(f)`; launches are per evaluation, on a CPU without those of f."""
     if device == "cpu":
-        counters = count(call, f, "cpu")
-        launches, waits, peak = counters.operations, counters.host_waits, counters.peak_bytes
+        row = count(call, f, "cpu").columns
     else:
-        peak = memory(lambda: call(f), "cuda")[1]
-        if (seen := profiled(lambda: call(f))) is None:
-            return {"peak_bytes": peak}
-        counted = {"device_ms": seen.device_ms, "host_waits": seen.host_waits, "peak_bytes": peak}
-        return counted | {"launches": seen.launches / evaluations}
-    return {"launches": launches / evaluations, "host_waits": waits, "peak_bytes": peak}
+        row = {"peak_bytes": memory(lambda: call(f), "cuda")[1]}
+        if seen := profiled(lambda: call(f)):
+            row |= seen.columns
+    return row | {name: row[name] / evaluations for name in row.keys() & {"launches"}}
 
 
 def solve_by(provider: str, solver: Any, device: str) -> Solve:

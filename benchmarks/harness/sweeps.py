@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .cases import BF16, FC, LAST_STAGE, MDEQ, SINGLE
 from .entry import Case, Contender
 from .ops import step_case, transposed_case
 from .record import Row
@@ -25,8 +26,6 @@ from .timing import in_turns
 
 TOLERANCE = 0.03  # of the least time: the first value within it is taken
 CUDA_LEAD = 1.3  # a kernel of Triton may take this many times as long as CUDA's
-BF16 = torch.bfloat16
-LAST_STAGE, ONE, MDEQ, FC = (128, 8192), (1, 65536), (32, 65536), (128, 256)
 
 
 class Choice(NamedTuple):
@@ -41,13 +40,15 @@ CHOICES = {  # the most decisive first
     "broyden": Choice(
         "SWEEP_WARPS", (4, 8), (step_case("good", *LAST_STAGE, 18), *(step_case("good", *s, 20) for s in (MDEQ, FC)))
     ),
-    "transposed": Choice("TRANSPOSED_WARPS", (4, 8), tuple(transposed_case(*s) for s in (ONE, LAST_STAGE, FC))),
+    "transposed": Choice("TRANSPOSED_WARPS", (4, 8), tuple(transposed_case(*s) for s in (SINGLE, LAST_STAGE, FC))),
     "anderson-bf16": Choice(
         "SWEEP_WARPS", (4, 8, 16), tuple(step_case("and2", *s, 6, BF16) for s in (LAST_STAGE, MDEQ, FC))
     ),
     "anderson": Choice("SWEEP_WARPS", (4, 8, 16), (step_case("and2", *LAST_STAGE, 6),)),
-    "shared": Choice("MIN_COLUMNS", (4096, 1024), (step_case("good", *ONE, 20), step_case("and2", *ONE, 6, BF16))),
-    "parts": Choice("TRANSPOSED_COLUMNS", (1024, 2048), (transposed_case(*ONE), transposed_case(*MDEQ))),
+    "shared": Choice(
+        "MIN_COLUMNS", (4096, 1024), (step_case("good", *SINGLE, 20), step_case("and2", *SINGLE, 6, BF16))
+    ),
+    "parts": Choice("TRANSPOSED_COLUMNS", (1024, 2048), (transposed_case(*SINGLE), transposed_case(*MDEQ))),
     "float64": Choice("SHARE_OF_SUMS", (0.3, 1.0), (step_case("good", *LAST_STAGE, 20, dtype=torch.float64),)),
 }
 

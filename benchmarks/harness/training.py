@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .counters import count, evaluations
+from .counters import count_call, evaluations
 from .entry import KERNELS, Case, Contender, check, crossed, kernel_of
 from .maps import autocast, relative_residual
 from .peers import explicit_layer, torchdeq_layer
@@ -119,9 +119,8 @@ def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, 
         else:  # the gradient's call included; a solve in one launch counts its own
             with autocast(device, precision):
                 facts["evaluations"] = block(setup.x, z0=setup.z0, return_solution=True)[1].evaluations + 1
-        asked = count(lambda f: setup.step(function), lambda: None, device)  # the cell's operations too
-        facts |= {"peak_bytes": asked.peak_bytes, "launches": asked.operations, "host_waits": asked.host_waits}
-        return Contender(lambda: setup.step(function), facts)
+        step = functools.partial(setup.step, function)
+        return Contender(step, facts | count_call(step, device).columns)
 
     return Case("training", layer.name, (*KERNELS, *PEERS), PEERS, contender)
 

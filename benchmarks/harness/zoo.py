@@ -174,7 +174,7 @@ BUILDERS: tuple[Callable[..., Built], ...] = (
 
 
 def _model(build: str, given: Mapping[str, Any] = {}, dtype: str = "float64", **about: Any) -> Model:
-    builder = next(one for one in BUILDERS if one.__name__ == build)
+    builder = next(builder for builder in BUILDERS if builder.__name__ == build)
     made = partial(builder, **given) if given else builder
     return Model(**{"folder": "", "flags": ""} | about, build=made, dtype=getattr(torch, dtype))
 

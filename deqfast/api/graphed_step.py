@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _extension
 from ..engine.device_loop import DEVICE, has_loops
-from ..engine.runners.cuda_graph import MAX_GRAPHS, Fixed, Memory, is_settled, join
+from ..engine.runners.cuda_graph import MAX_GRAPHS, Memory, Snapshot, is_settled, join
 from ..engine.solve import layout_of
 from ..solution import Late, Solution
 from ..torch_internals import pytree
@@ -214,7 +214,7 @@ class CapturedStep:
             self.grads = [(p, grad, p.grad, p.requires_grad) for p, grad in zip(seen.parameters, before, strict=True)]
             for parameter, grad, *_ in self.grads:
                 parameter.grad = grad
-        self.fixed, self.settings = [Fixed(module) for module in seen.modules], _contents(seen.optimizers)
+        self.snapshots, self.settings = [Snapshot(module) for module in seen.modules], _contents(seen.optimizers)
 
     def _capture(self, work: Callable[[], None], stream: Any) -> Callable[[int], None]:
         """Return the function that launches the step on a stream."""
@@ -234,7 +234,7 @@ class CapturedStep:
         now = _contents(self.seen.optimizers)
         if len(now) != len(self.settings) or not all(map(_is_same, now, self.settings)):
             return "a setting or the state of an optimiser"
-        return "" if all(fixed.holds() for fixed in self.fixed) else "a module's mode or memory"
+        return "" if all(each.holds() for each in self.snapshots) else "a module's mode or memory"
 
     @torch.no_grad()
     def replay(self, leaves: list[Any], address: int) -> Any:

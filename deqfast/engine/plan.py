@@ -41,7 +41,7 @@ class Plan:
         None  # gets the inverse's estimate, if the options keep its history
     )
     on_backward: Callable[[Solution], None]  # called with the Solution of a backward solve
-    advances: bool = False  # the returned value is not z* but the result of the gradient's own calls of the cell
+    advances: bool = False  # the returned value is that of the gradient's own calls of the cell, not z*
 
     @property
     def solver(self) -> Solver:
@@ -55,7 +55,7 @@ class Plan:
         return groups
 
     def solve(self, options: Options, z0: Any) -> Solve:
-        """Solve from z0 with these options, kept for later calls if they are the block's own."""
+        """A solve that is ready to run from z0 with these options; a block keeps it for later calls."""
         return Solve(z0, options) if self.solves is None else self.solves.of(options, z0)
 
     @property
@@ -69,13 +69,13 @@ class Plan:
         return self.context == "torch.export" or (self.context == "eager" and self.graphs is None)
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
-        """(z*, x, broken), see ``rows.without_broken``."""
+        """(z*, x, broken) without the samples that broke down, see ``rows.without_broken``."""
         options, ranks = self.options, None
         if options.state_group is not None:
             dropped_samples(
                 self.x, len(solution.status), self.per_sample, "state_group needs one answer on all processes"
             )
-        if options.lockstep is not None and has_candidates(self.x, self.per_sample):  # which ranks try together
+        if options.lockstep is not None and has_candidates(self.x, self.per_sample):  # the ranks look together
             ranks = InStep(options.lockstep, solution.status.device, options.state_group)
         elif not solution.may_include(Status.NONFINITE):
             return solution.value, self.x, None
@@ -99,10 +99,11 @@ def run(plan: Plan) -> Solution:
     ``api.refusals.REFUSED`` says what each runner refuses.
     """
     options = plan.options
-    in_steps = options.trace or options.stop_fn is not None or options.keeps_inverse
-    in_parts = in_steps or options.groups is not None or options.scale is not None
-    in_parts = in_parts or options.lockstep is not None or options.state_group is not None or options.causal
-    if not in_parts and attribute(plan.cell, "fixed_point") is not None and (solution := _by_cell(plan)) is not None:
+    # What a cell's own fixed_point does not know.
+    needs_loop = options.trace or options.stop_fn is not None or options.keeps_inverse or options.causal
+    needs_loop = needs_loop or options.groups is not None or options.scale is not None
+    needs_loop = needs_loop or options.lockstep is not None or options.state_group is not None
+    if not needs_loop and attribute(plan.cell, "fixed_point") is not None and (solution := _by_cell(plan)) is not None:
         return solution
     if plan.graphs is not None:
         solve = plan.solve(plan.options, plan.z0)

@@ -86,7 +86,7 @@ class _Call:
 
 
 class _CallFunction(torch.autograd.Function):
-    """Function of something of its own, a ``_Call`` and the call's tensors. Vmaps fold into the rows."""
+    """Function of a ``Work`` or a ``Derivative``, a ``_Call`` and the call's tensors. Vmaps fold into the rows."""
 
     @classmethod
     def of(cls, own: Any, f: StateFunction, members: int, *arguments: Tensors) -> Tensors:
@@ -125,7 +125,7 @@ class _OnValues(_CallFunction):
 
 @dataclass(frozen=True)
 class Linearisation:
-    """Linearisation of f(state, rows, others) at a state, in the other tensors that are differentiated."""
+    """Linearisation of f(state, rows, others) in its rows and others, at a constant state."""
 
     f: StateFunction
     state: Tensors
@@ -181,8 +181,8 @@ class Derivative:
         return RuntimeError(f"deqfast: {missing}: use Implicit(), JFB(), Phantom() or Unrolled()")
 
 
-class Once(Derivative):
-    """Derivative of another function at the state, with the state as a constant. Not differentiable twice.
+class OneStep(Derivative):
+    """Derivative of one more step from the state, with the state as a constant. Not differentiable twice.
 
     Args:
         name: name of the adjoint, for errors.
@@ -239,7 +239,7 @@ class _Attached(_CallFunction):
     @staticmethod
     def jvp(ctx: Any, derivative: None, call: None, *tangents: Tensor | None) -> Any:
         _, rows, others = ctx.call.split(tangents)
-        with forward_mode():  # torch closes it for this call, and would lose what outer levels differentiate
+        with forward_mode():  # torch ends it within a jvp, and would lose the tangents of outer levels
             saved = [without_tangent(tensor) for tensor in ctx.saved_tensors]
             at = ctx.call.linearised(saved, [tangent is not None for tangent in rows + others])
             pushed = [tangent for tangent in rows + others if tangent is not None]

@@ -9,7 +9,7 @@ from ..engine.plan import Plan
 from ..solution import Solution
 from ..torch_internals.autograd import detached
 from .base import Adjoint, Recorded, Rule, attach, confirmed
-from .derivative import Derivative, Once
+from .derivative import Derivative, OneStep
 
 _RULE = Rule("JFB")
 
@@ -32,4 +32,4 @@ class JFB(Adjoint):
         return value, confirmed(solution, plan.options, z, recorded.outputs)
 
     def derivative(self, plan: Plan) -> Derivative:
-        return Once("JFB")
+        return OneStep("JFB")

@@ -14,7 +14,7 @@ from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, for_products, multiplier, present_autocast
 from ..torch_internals.dynamo import uncompiled
 from .base import Adjoint, Recorded, Rule, attach, confirmed
-from .derivative import Derivative, Once
+from .derivative import Derivative, OneStep
 from .phantom import Damped, Phantom
 
 
@@ -53,7 +53,7 @@ class Neumann(Adjoint):
 
     def derivative(self, plan: Plan) -> Derivative:
         phantom = Phantom(self.steps, self.relaxation)  # the same at z*
-        return Once("Neumann", lambda f: Damped(f, phantom))
+        return OneStep("Neumann", lambda f: Damped(f, phantom))
 
 
 class _Series(Rule):

@@ -14,7 +14,7 @@ from ..solution import Solution
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, in_order_of
 from .base import Adjoint, Recorded, Rule, attach, confirmed
-from .derivative import Derivative, Once, StateFunction
+from .derivative import Derivative, OneStep, StateFunction
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Phantom(Adjoint):
         return z
 
     def derivative(self, plan: Plan) -> Derivative:
-        return Once("Phantom", lambda f: Damped(f, self))
+        return OneStep("Phantom", lambda f: Damped(f, self))
 
 
 @dataclass(frozen=True)

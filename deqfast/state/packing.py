@@ -31,8 +31,8 @@ class _Leaf:
     shape: torch.Size
     dtype: torch.dtype
     lead: int
-    order: list[int]  # dimensions after these from the slowest to the fastest in memory
-    inverse: list[int]
+    order: list[int]  # the other dimensions, from the slowest to the fastest in memory
+    inverse: list[int]  # permutation of all dimensions, from that order back
     in_order: bool  # nothing to permute: this is tested in every iteration
     width: int
     is_rows: bool  # (B, width) real numbers: the rows are the tensor itself
@@ -63,7 +63,7 @@ class _Leaf:
 
     def cut(self, rows: Tensor) -> Tensor:
         """Contiguous rows of this leaf, given its columns of a whole state."""
-        # A single row is contiguous already, and may begin at an address that complex numbers do not allow.
+        # ``contiguous`` returns a single row as it is, which may begin at an address that complex numbers do not allow.
         return rows.clone(memory_format=torch.contiguous_format) if self.dtype.is_complex else rows.contiguous()
 
     def restore(self, rows: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Packing:
 
     def resized(self, *sizes: int) -> Packing:
         """Packing of the same structure for another number of samples, or of sequences and positions."""
-        packing = object.__new__(Packing)  # torch 2.11 does not trace copies
+        packing = object.__new__(Packing)  # attribute by attribute: torch 2.11 does not trace copies
         packing.leaves, packing.batch = [leaf.resized(*sizes) for leaf in self.leaves], math.prod(sizes)
         packing.factors = self.factors
         packing.spec, packing.is_tensor, packing.dtype = self.spec, self.is_tensor, self.dtype
@@ -164,7 +164,7 @@ class Packing:
         return packing
 
     def _note_rows(self) -> None:
-        """Note whether the state is a view of its rows, and equals them, as usual: every iteration tests this."""
+        """Note whether ``unpack`` gives a view (`is_view`), or the rows (`is_rows`): every iteration tests this."""
         first, converts = self.leaves[0], self.factors is not None or self.groups is not None
         self.is_view = self.is_tensor and not converts and _REAL.get(first.dtype, first.dtype) == self.dtype
         self.is_rows = self.is_view and first.is_rows
@@ -291,7 +291,7 @@ class Packing:
         return pytree.tree_unflatten(tensors, self.spec)
 
     def stall_floor(self, value: Any) -> float:
-        """Residual below which no gain is a stall, for the f that returned `value`; see ``floors.stall_floor``."""
+        """Residual below which no progress means a stall, for the f that returned `value`: ``floors.stall_floor``."""
         values, states = ([leaf.dtype for leaf in leaves] for leaves in (pytree.tree_leaves(value), self.leaves))
         return stall_floor(values, states, self.device, self.products_eps)
 

@@ -27,9 +27,9 @@ from .transforms import in_backward
 
 
 def tensors_of(cell: Callable[..., Any]) -> dict[str, Tensor]:
-    """Parameters and buffers of a module by name, those of each submodule once; none of another callable.
+    """Parameters and buffers of a module by name, each submodule listed once, a tied tensor under each of its names.
 
-    For ``torch.func.functional_call``, which does not restore a tensor swapped under two names of one submodule.
+    Another callable has none. ``torch.func.functional_call`` does not restore what is swapped twice in one submodule.
     """
     tensors: dict[str, Tensor] = {}
     for path, module in cell.named_modules() if isinstance(cell, nn.Module) else ():
@@ -45,7 +45,7 @@ class _Held:
     with_graph: bool  # whether the value is computed with a graph
     hooks: Any  # the hooks of saved tensors when the solve began
     value: Any = None  # a tensor or a tuple of them; None until it has been read
-    age: int = 0  # number of the first node of the value's own graph
+    first_node: int = 0  # autograd's number of the first node of the value's own graph
 
 
 class _ThreadState(threading.local):
@@ -63,7 +63,7 @@ def _value(module: nn.Module, compute: Callable[[], Any]) -> Any:
         return compute()
     if held.value is None:
         with outside_exports(torch.set_grad_enabled(held.with_graph)):
-            held.age = next_node() if held.with_graph else 0
+            held.first_node = next_node() if held.with_graph else 0
             held.value = compute()
     return held.value
 
@@ -80,10 +80,14 @@ class OncePerSolve(nn.Module):
 
 
 class _Holdable(ParametrizationList):
-    """Class that a ParametrizationList has while any thread keeps its value; it returns the thread's value."""
+    """Class that a ParametrizationList has while any thread keeps its value; it returns the thread's value.
+
+    A hook of the list could not prevent the computation, and a `forward` of the object would be copied with it.
+    """
 
     def forward(self) -> Tensor:
-        weight: Tensor = _value(self, lambda: ParametrizationList.forward(self))  # the class may change meanwhile
+        # Not by super(): another thread may reset the class meanwhile.
+        weight: Tensor = _value(self, lambda: ParametrizationList.forward(self))
         return weight
 
     def _get_name(self) -> str:
@@ -124,7 +128,7 @@ def hold_weights(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Compute the weights of these modules of a cell once, with a graph if one is recorded, and keep them.
 
     A value that the thread already keeps is not computed again. Inside of the cell's own activation checkpoint the
-    weights are computed again, as in the backward pass. Each call computes those that its hooks must load first.
+    weights are computed again, as in the backward pass. Weights that hooks load (offload, FSDP2) are not kept.
     """
     kinds: Any = map(type, modules)
     return _hold(modules) if any(map(_computes, kinds)) else NOTHING
@@ -151,7 +155,7 @@ def _hold(modules: Sequence[nn.Module]) -> Iterator[None]:
                 original: Any = weight.original if weight.is_tensor else weight.original0  # replicas have no parameters
                 device = original.device.type
                 with outside_exports(torch.autocast(device, enabled=False)):  # the cell may run without autocast
-                    getattr(module, name)
+                    getattr(module, name)  # to read it computes it
             for once in others:
                 _thread.held[once] = _Held(torch.is_grad_enabled(), present_hooks())
                 once()
@@ -223,8 +227,8 @@ def held_nodes() -> dict[Node, int]:
     """Return the last node of each tensor that this thread keeps, and the number of the first that belongs to it."""
     if not _thread.held:
         return {}
-    held = [(tensor, held.age) for held in _thread.held.values() for tensor in pytree.tree_leaves(held.value)]
-    return {get_gradient_edge(t).node: age for t, age in held if isinstance(t, Tensor) and t.requires_grad}
+    held = [(tensor, held.first_node) for held in _thread.held.values() for tensor in pytree.tree_leaves(held.value)]
+    return {get_gradient_edge(t).node: first for t, first in held if isinstance(t, Tensor) and t.requires_grad}
 
 
 def next_node() -> int:

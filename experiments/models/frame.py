@@ -17,9 +17,9 @@ from msgspec import Meta
 from nc_study.models import count_parameters
 from runs import processes
 from runs.files import check_same, locked, prepare_out, read_record, reading, to_json, write_atomically
-from runs.options import Checked, SettingsError, flag_of, option, parsed
+from runs.options import Checked, SettingsError, flag_of, listed, option, parsed
 from runs.provenance import Recorded, provenance
-from runs.script import how_to_go_on, told
+from runs.script import resume_hint, run_main
 from runs.states import read_state, take_over, write_state
 from runs.steps import DEVICES, EAGER, GRAPHED, chosen_device, eager_option, graphed, state_of
 from runs.style import png
@@ -27,8 +27,6 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
-
-from deqfast._checks import did_you_mean
 
 FIRST_CHECKPOINT, SECONDS_BETWEEN_CHECKPOINTS = 5.0, 60.0
 REMEDY = "remove it to repeat the run"
@@ -55,15 +53,13 @@ class Options(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown := [one for one in self.chosen if one not in self.all_arms]:
-            raise SettingsError(
-                f"--arms {unknown[0]}: one of all, {', '.join(self.all_arms)}{did_you_mean(unknown[0], self.all_arms)}"
-            )
+        listed("arms", self.arms, ("all", *self.all_arms))
 
     @property
     def chosen(self) -> list[str]:
         """Arms to train."""
-        return list(self.all_arms if self.arms == "all" else dict.fromkeys(self.arms.split(",")))
+        given = listed("arms", self.arms, ("all", *self.all_arms))
+        return list(self.all_arms) if "all" in given else given
 
     @property
     def deciding(self) -> dict[str, Any]:
@@ -145,11 +141,11 @@ class Run(processes.Run):
     @property
     def record(self) -> Record:
         """Record of the finished run. Raises Unreadable if it is damaged, or of another run."""
-        found = read_record(self.path, Record, REMEDY)
+        record = read_record(self.path, Record, REMEDY)
         with reading(self.path, REMEDY):
-            if (found.arm, found.seed) != (self.arm, self.seed):
-                raise ValueError(f"it is of {found.arm}, seed {found.seed}")
-        return found
+            if (record.arm, record.seed) != (self.arm, self.seed):
+                raise ValueError(f"it is of {record.arm}, seed {record.seed}")
+        return record
 
     def outcome(self) -> str:
         """First score of the finished run. Raises StudyError if its record cannot be read."""
@@ -169,7 +165,7 @@ class Run(processes.Run):
             "data_root": self.options.deciding["data_root"],
             "device": "cpu",
         } | before  # earlier versions lack them
-        old, new = ({flag_of(name): one[name] for name in one} for one in (before, self.options.deciding))
+        old, new = ({flag_of(name): options[name] for name in options} for options in (before, self.options.deciding))
         check_same(self.path, old, new, self.options.resume)
 
     def measure(self) -> None:
@@ -249,8 +245,8 @@ class Run(processes.Run):
 
     def _save(self, step: int, kept: Mapping[str, Any]) -> None:
         state = {
-            name: state_of(one) if isinstance(one, torch.optim.Optimizer) else one.state_dict()
-            for name, one in kept.items()
+            name: state_of(part) if isinstance(part, torch.optim.Optimizer) else part.state_dict()
+            for name, part in kept.items()
         }
         state |= {"step": step, "minutes": self.minutes, "log": self.rows, "options": self.options.deciding}
         write_state(self.checkpoint, state)
@@ -268,7 +264,7 @@ def differentiate(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | 
     optimizer.zero_grad()
     loss.backward()
     if clip is not None:
-        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], clip)
+        nn.utils.clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], clip)
 
 
 def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
@@ -280,12 +276,12 @@ def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float | None =
 @dataclass(frozen=True)
 class Example:
     """Example model: its options, the training of an arm, the figure of all runs. `check` reads the data before any
-    work."""
+    work; without it the model takes no --data-root."""
 
     options: type[Options]
     train: Callable[[Run], Outcome]
     draw: Callable[[Sequence[Record]], Figure]
-    check: Callable[[Any], object]
+    check: Callable[[Any], object] | None = None
 
 
 def main(name: str, description: str | None, example: Example, argv: Sequence[str] | None = None) -> int:
@@ -298,7 +294,10 @@ def main(name: str, description: str | None, example: Example, argv: Sequence[st
 
     def work() -> int:
         prepare_out(folder)
-        example.check(options)
+        if example.check is not None:
+            example.check(options)
+        elif options.data_root is not None:
+            raise SettingsError(f"--data-root {options.data_root}: {name} makes its own data")
         runs = [Run(example.train, options, folder, arm, s) for s in range(options.seeds) for arm in options.chosen]
         failed = processes.unreadable(runs, Run.check)
         with locked(folder):
@@ -309,7 +308,7 @@ def main(name: str, description: str | None, example: Example, argv: Sequence[st
             show(name, [record for run, record in records.items() if run not in unfit], figure, folder)
         return processes.tell_failed(script, failed | unfit)
 
-    return told(script, work, how_to_go_on("" if options.resume else " --resume"))
+    return run_main(script, work, resume_hint("" if options.resume else " --resume"))
 
 
 def table(records: Sequence[Record]) -> str:

@@ -167,9 +167,9 @@ def citations(options: Graphs, seed: int) -> Problem:
     names = ["x_indptr", "x_indices", "x_data", "x_shape", "y", "edges", *masks.values()]
     arrays = read_arrays(path, names, REMEDY)
     with reading(path, REMEDY):
-        part = {name: torch.from_numpy(one) for name, one in arrays.items()}
-        found = as_problem(options.data, part, {ours: part[name].bool() for ours, name in masks.items()})
-    return found
+        part = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        problem = as_problem(options.data, part, {ours: part[name].bool() for ours, name in masks.items()})
+    return problem
 
 
 def as_problem(name: str, part: dict[str, Tensor], masks: dict[str, Tensor]) -> Problem:
@@ -248,11 +248,11 @@ def right(logits: Tensor, problem: Problem, split: str) -> Tensor:
 def measured(model: Network, problem: Problem, log: list[dict[str, float]]) -> tuple[dict[str, float], dict[str, Any]]:
     """Return scores in % of the test nodes, for chains also by length."""
     logits, solution = model(problem)
-    found = right(logits, problem, "test")
-    scores = {"accuracy": 100 * float(found.mean())}
+    hits = right(logits, problem, "test")
+    scores = {"accuracy": 100 * float(hits.mean())}
     shown: dict[str, Any] = {"log": log}
     if problem.chained:
-        by_length = found.view(len(LENGTHS), -1).mean(dim=1)
+        by_length = hits.view(len(LENGTHS), -1).mean(dim=1)
         shown["by length"] = (100 * by_length).tolist()
         scores["of 100 nodes"] = 100 * float(by_length[-1])
     if solution is not None:
@@ -278,11 +278,11 @@ def draw(records: Sequence[Record]) -> Figure:
         shown = [record.shown for record in records if record.arm == arm]
         if shown:
             look = style.look(arm) | {"label": f"{arm}, {len(shown)} seeds"} | ({} if chained else {"marker": ""})
-            courses = [one["by length"] if chained else [row["loss"] for row in one["log"]] for one in shown]
+            courses = [run["by length"] if chained else [row["loss"] for row in run["log"]] for run in shown]
             steps = LENGTHS if chained else range(len(courses[0]))
             style.band(left, steps, courses, **look)
         if shown and arm == "deq":
-            used = [one["iterations"] if chained else [row["evaluations"] for row in one["log"]] for one in shown]
+            used = [run["iterations"] if chained else [row["evaluations"] for row in run["log"]] for run in shown]
             style.band(right, steps, used, **look)
     left.set(xlabel=across, ylabel=upwards)
     right.set(xlabel=across, ylabel="evaluations of the DEQ")

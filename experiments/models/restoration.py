@@ -155,25 +155,25 @@ def load(options: Restoration) -> tuple[str, dict[str, list[Tensor]]]:
         name = ", ".join(f"{FOLDERS[use]} ({len(images)})" for use, images in data.items())
     else:
         photographs = [
-            torch.from_numpy(one.mean(axis=2, dtype=np.float32)) / 255 for one in load_sample_images().images
+            torch.from_numpy(image.mean(axis=2, dtype=np.float32)) / 255 for image in load_sample_images().images
         ]
-        held_out = [one[-192:, -192:] for one in photographs]
-        data = {"train": [one[:, :-192] for one in photographs], "restored": held_out, "denoised": held_out}
+        held_out = [image[-192:, -192:] for image in photographs]
+        data = {"train": [image[:, :-192] for image in photographs], "restored": held_out, "denoised": held_out}
         name = "scikit-learn's two photographs"
-    if (least := min(min(one.shape) for one in data["train"])) < options.patch:
+    if (least := min(min(image.shape) for image in data["train"])) < options.patch:
         raise StudyError(f"--patch {options.patch}: at most {least}, the least side of a training image")
     return name, data
 
 
 def patches(images: Sequence[Tensor], options: Restoration) -> Tensor:
     """(B, 1, P, P): random patches, turned and mirrored at random."""
-    size, found = options.patch, []
+    size, chosen = options.patch, []
     for index in torch.randint(len(images), (options.batch,)).tolist():
         rows, columns = (int(torch.randint(side - size + 1, ())) for side in images[index].shape)
         patch = images[index][rows : rows + size, columns : columns + size]
         turns, mirrored = torch.randint(4, ()).item(), torch.randint(2, ()).item()
-        found.append(torch.rot90(patch.flip(0) if mirrored else patch, int(turns)))
-    return torch.stack(found)[:, None]
+        chosen.append(torch.rot90(patch.flip(0) if mirrored else patch, int(turns)))
+    return torch.stack(chosen)[:, None]
 
 
 def psnr(x: Tensor, truth: Tensor) -> float:
@@ -224,8 +224,8 @@ def train(run: Run) -> Outcome:
 def denoised(denoiser: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> float:
     """Mean PSNR over whole images at sigma = 25, with one draw of the noise."""
     generator = torch.Generator().manual_seed(0)
-    noisy = [one + DENOISED * torch.randn(one.shape, generator=generator) for one in images]
-    return fmean(psnr(denoiser(x[None, None])[0, 0], one) for x, one in zip(noisy, images, strict=True))
+    noisy = [image + DENOISED * torch.randn(image.shape, generator=generator) for image in images]
+    return fmean(psnr(denoiser(x[None, None])[0, 0], image) for x, image in zip(noisy, images, strict=True))
 
 
 @torch.no_grad()
@@ -288,13 +288,15 @@ def deepinv_model(step: Step, known: Measurement, options: Restoration) -> tuple
 
 def draw(records: Sequence[Record]) -> Figure:
     """A part of an image by every arm, and the residuals of the solves."""
-    first = {arm: next(one for one in records if one.arm == arm) for arm in dict.fromkeys(one.arm for one in records)}
-    any_one = next(iter(first.values())).shown
+    first: dict[str, Record] = {}
+    for record in records:
+        first.setdefault(record.arm, record)
+    parts = next(iter(first.values())).shown
     figure = style.page(4.4)
     above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
-    pictures = {"measured": any_one["measured"]}
+    pictures = {"measured": parts["measured"]}
     pictures |= {f"{arm}\n{record.shown['psnr'][0]:.2f} dB": record.shown["restored"] for arm, record in first.items()}
-    pictures["truth"] = any_one["truth"]
+    pictures["truth"] = parts["truth"]
     for axis, (title, picture) in zip(above.subplots(1, len(pictures)), pictures.items(), strict=True):
         axis.imshow(picture, cmap="gray", vmin=0, vmax=255)
         axis.set_title(title)

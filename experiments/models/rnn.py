@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from runs import style
-from runs.options import StudyError, option
+from runs.options import option
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -111,10 +111,4 @@ def draw(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def check(options: Rnn) -> None:
-    """Raise StudyError for a --data-root."""
-    if options.data_root is not None:
-        raise StudyError(f"--data-root {options.data_root}: rnn draws its inputs, and reads no data")
-
-
-EXAMPLE = Example(Rnn, train, draw, check)
+EXAMPLE = Example(Rnn, train, draw)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+from cmath import rect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 from runs import style
-from runs.options import StudyError, option
+from runs.options import option
 from torch import Tensor, nn
 
 import deqfast
@@ -137,13 +138,13 @@ class Field(nn.Module):
     def forward(self, z: Tensor, x: Integrals) -> Tensor:
         density = self.electrons(z, x).density
         self.last = density.detach()
-        return self.of(density, x)
+        return self.from_density(density, x)
 
     def start(self, x: Integrals) -> Tensor:
         """Field without interaction."""
         return x.core if self.exchange else torch.zeros_like(x.core[:, 0])
 
-    def of(self, density: Tensor, x: Integrals) -> Tensor:
+    def from_density(self, density: Tensor, x: Integrals) -> Tensor:
         """Field of a density."""
         change = density - torch.diag_embed(x.present.to(density.dtype))
         potential = (x.repulsion @ change.diagonal(dim1=1, dim2=2)[:, :, None])[:, :, 0]
@@ -185,12 +186,12 @@ class Field(nn.Module):
         x = integrals(atoms)
         electrons = self.electrons(z, x)
         change = electrons.density - torch.diag_embed(x.present.to(z.dtype))
-        fields = self.of(electrons.density, x)
+        fields = self.from_density(electrons.density, x)
         mean = fields - x.core if self.exchange else torch.diag_embed(fields)
         r = distances(atoms)
         sigma = torch.where(atoms.bonds, hopping(r) * (r - SINGLE + DECAY), 0.0).sum((1, 2)) / PER_ORDER
-        one = (electrons.density * x.core).sum((1, 2)) + (change * mean).sum((1, 2)) / 2
-        return one + sigma - self.temperature * electrons.entropy
+        interacting = (electrons.density * x.core).sum((1, 2)) + (change * mean).sum((1, 2)) / 2
+        return interacting + sigma - self.temperature * electrons.entropy
 
     def commutator(self, z: Tensor, fz: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[F, P], which vanishes if the Fock matrix F and its density have the same eigenvectors; and F."""
@@ -216,25 +217,20 @@ def skeletons(longest: int) -> dict[str, list[list[complex]]]:
     """Flat molecules of each kind, as positions of their atoms in units of the bond length."""
     step = [complex(math.cos(math.pi / 6), (-1) ** i * math.sin(math.pi / 6)) for i in range(longest)]
     chains = {n: [sum(step[:i], 0j) for i in range(n)] for n in range(4, longest + 1, 2)}
-    rings = [[unit_ring(n, k) / (2 * math.sin(math.pi / n)) for k in range(n)] for n in (4, 6, 8, 10)]
+    rings = [[rect(1, math.tau * k / n) / (2 * math.sin(math.pi / n)) for k in range(n)] for n in (4, 6, 8, 10)]
     acenes = []
     for n in (2, 3):
-        every = [math.sqrt(3) * ring + 1j * unit_ring(6, k) for ring in range(n) for k in range(6)]
-        acenes.append([one for i, one in enumerate(every) if all(abs(one - other) > 0.1 for other in every[:i])])
+        every = [math.sqrt(3) * ring + 1j * rect(1, math.tau * k / 6) for ring in range(n) for k in range(6)]
+        acenes.append([atom for i, atom in enumerate(every) if all(abs(atom - other) > 0.1 for other in every[:i])])
     return {"molecules": [*(chains[n] for n in chains if n <= 12), *rings, *acenes], "chains": list(chains.values())}
-
-
-def unit_ring(n: int, k: int) -> complex:
-    """Corner k of n on the unit circle."""
-    return complex(math.cos(2 * math.pi * k / n), math.sin(2 * math.pi * k / n))
 
 
 def draw_atoms(kinds: Sequence[Sequence[complex]], batch: int, stretch: float = 1.0) -> Atoms:
     """Draw molecules, replace a fifth of the atoms by nitrogen, and move all by about 0.03 Angstrom."""
     chosen = [kinds[int(torch.randint(len(kinds), ()))] for _ in range(batch)]
     size = max(map(len, chosen))
-    present = torch.tensor([[i < len(one) for i in range(size)] for one in chosen])
-    flat = torch.tensor([[*one, *[0j] * (size - len(one))] for one in chosen], dtype=torch.complex128)
+    present = torch.tensor([[i < len(atoms) for i in range(size)] for atoms in chosen])
+    flat = torch.tensor([[*atoms, *[0j] * (size - len(atoms))] for atoms in chosen], dtype=torch.complex128)
     near = (flat[:, :, None] - flat[:, None]).abs() < 1.1
     bonds = near & ~torch.eye(size, dtype=torch.bool) & present[:, :, None] & present[:, None]
     places = torch.stack([flat.real, flat.imag, torch.zeros_like(flat.real)], 2) * LENGTH * stretch
@@ -245,7 +241,7 @@ def draw_atoms(kinds: Sequence[Sequence[complex]], batch: int, stretch: float = 
 def systems(options: Scf) -> dict[str, tuple[Field, Atoms]]:
     """Draw the sets of molecules, with the field of each."""
     kinds = skeletons(max(12, options.atoms))
-    long = [one for one in kinds["chains"] if options.atoms // 4 <= len(one) <= options.atoms]
+    long = [chain for chain in kinds["chains"] if options.atoms // 4 <= len(chain) <= options.atoms]
     with_exchange, without = (Field(options.temperature, exchange) for exchange in (True, False))
     return {
         "molecules": (with_exchange, draw_atoms(kinds["molecules"], options.molecules)),
@@ -274,7 +270,7 @@ def solved(arm: str, options: Scf, field: Field, x: Integrals, damping: float = 
     solver, dropping = solver_of(arm, options, field, x, damping), arm != "anderson-whole"
 
     def f(z: Tensor, rows: Tensor | None = None) -> Tensor:
-        return field(z, x if rows is None else Integrals(*(one[rows] for one in x)))
+        return field(z, x if rows is None else Integrals(*(part[rows] for part in x)))
 
     return deqfast.solve(f, field.start(x), solver, drop_converged=dropping, trace=trace)
 
@@ -304,7 +300,7 @@ def by_hand(field: Field, x: Integrals, options: Scf) -> Culled:
         left = ~done
         if not left.any():
             break
-        rows, fz, g, x = rows[left], fz[left], g[left], Integrals(*(one[left] for one in x))
+        rows, fz, g, x = rows[left], fz[left], g[left], Integrals(*(part[left] for part in x))
         old = [(values[left], residuals[left]) for values, residuals in old][-options.history :] + [(fz, g)]
         z = fz
         if len(old) > 1:
@@ -322,8 +318,8 @@ def best_damping(options: Scf, field: Field, x: Integrals) -> float:
     """Damping with which most molecules converge, and then the one of fewest evaluations."""
 
     def rank(damping: float) -> tuple[int, int]:
-        found = solved("plain", options, field, x, damping)
-        return -int(found.converged.sum()), int(found.iterations.sum())
+        solution = solved("plain", options, field, x, damping)
+        return -int(solution.converged.sum()), int(solution.iterations.sum())
 
     return min(DAMPINGS, key=rank)
 
@@ -368,20 +364,20 @@ def measured(arm: str, options: Scf, field: Field, atoms: Atoms) -> tuple[dict[s
     x = integrals(atoms)
     damping = best_damping(options, field, x) if arm == "plain" else 1.0
     works = [partial(solved, name, options, field, x, damping) for name in (arm, "anderson")]
-    found, reference = (work() for work in works)
-    own, of_anderson = seconds(*works, repeats=options.repeats)
-    gap = (field.energy(found.value, atoms) - field.energy(reference.value, atoms)).abs()
-    other = found.converged & reference.converged & (gap > OTHER)
+    solution, reference = (work() for work in works)
+    own, reference_time = seconds(*works, repeats=options.repeats)
+    gap = (field.energy(solution.value, atoms) - field.energy(reference.value, atoms)).abs()
+    other = solution.converged & reference.converged & (gap > OTHER)
     scores = {
-        "converged, %": 100 * float(found.converged.double().mean()),
-        "evaluations": float(found.iterations.double().mean()),
+        "converged, %": 100 * float(solution.converged.double().mean()),
+        "evaluations": float(solution.iterations.double().mean()),
         "ms each": 1e3 * own / len(gap),
-        "time / anderson's": own / of_anderson,
+        "time / anderson's": own / reference_time,
         "other solutions": int(other.sum()),
     }
     trace = None if arm == "by-hand" else solved(arm, options, field, x, damping, trace=True).trace
     residual = [] if trace is None else trace.median(dim=1).values.tolist()
-    return scores, {"damping": damping, "most": int(found.iterations.max()), "residual": residual}
+    return scores, {"damping": damping, "most": int(solution.iterations.max()), "residual": residual}
 
 
 def train(run: Run) -> Outcome:
@@ -396,7 +392,7 @@ def train(run: Run) -> Outcome:
         scores |= {f"{name}: {score}": value for score, value in own.items()}
     if arm in DIFFERENTIATED:
         field, atoms = drawn["molecules"]
-        few = Atoms(*(one[:4] for one in atoms))
+        few = Atoms(*(part[:4] for part in atoms))
         solver = solver_of(arm, options, field, integrals(few))
         errors = derivative_errors(replace(solver, atol=1e-5 * options.tol, max_iter=1000), field, few)
         scores |= dict(zip(("force error", "Hessian error"), errors, strict=True))
@@ -427,10 +423,4 @@ def draw(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def load(options: Scf) -> None:
-    """Raise StudyError for a --data-root: the molecules are drawn."""
-    if options.data_root is not None:
-        raise StudyError(f"--data-root {options.data_root}: scf draws its molecules, and reads no data")
-
-
-EXAMPLE = Example(Scf, train, draw, load)
+EXAMPLE = Example(Scf, train, draw)

@@ -222,7 +222,7 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
         chosen, hardest = least[-1], (iterations.mean(1) * boards.any(1)).argmax()
         shown = {
             "curve": along(solver, x, digits),
-            "starts": [[percent(boards[:, :k].any(1)), percent(one)] for k, one in enumerate(least, 1)],
+            "starts": [[percent(boards[:, :k].any(1)), percent(best)] for k, best in enumerate(least, 1)],
             "answered": answered(residual.flatten(), boards.flatten()),
             "film": film(solver, x[hardest], clues[hardest], digits[hardest]),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -29,19 +30,19 @@ def units(size: int) -> tuple[list[list[int]], list[set[int]]]:
     return groups, [{o for group in groups if cell in group for o in group} - {cell} for cell in range(size**2)]
 
 
-def propagate(board: list[int], found: list[int], size: int) -> bool:
-    """Remove digits (bits) that the cells `found` and those that follow from them rule out; False: a contradiction."""
+def propagate(board: list[int], known: list[int], size: int) -> bool:
+    """Remove digits (bits) that the cells `known` and those that follow from them rule out; False: a contradiction."""
     groups, peers = units(size)
     while True:
-        while found:
-            cell = found.pop()
+        while known:
+            cell = known.pop()
             for peer in peers[cell]:
                 if board[peer] & board[cell]:
                     board[peer] ^= board[cell]
                     if not board[peer]:
                         return False
                     if not board[peer] & (board[peer] - 1):
-                        found.append(peer)
+                        known.append(peer)
         for group in groups:
             once = twice = 0
             for cell in group:
@@ -52,14 +53,14 @@ def propagate(board: list[int], found: list[int], size: int) -> bool:
                 only = board[cell] & once & ~twice
                 if only and only != board[cell]:
                     board[cell] = only & -only
-                    found.append(cell)
-        if not found:
+                    known.append(cell)
+        if not known:
             return True
 
 
-def solutions(board: list[int], found: list[int], size: int, rng: random.Random | None = None) -> Iterator[list[int]]:
+def solutions(board: list[int], known: list[int], size: int, rng: random.Random | None = None) -> Iterator[list[int]]:
     """All solutions of a board of candidate digits (bits), in an order drawn by `rng`; the board is overwritten."""
-    if not propagate(board, found, size):
+    if not propagate(board, known, size):
         return
     if not (unknown := [cell for cell, digits in enumerate(board) if digits & (digits - 1)]):
         yield [digit.bit_length() for digit in board]
@@ -85,9 +86,9 @@ def generate(size: int, clues: int, rng: random.Random) -> Puzzle:
             if left == clues:
                 return puzzle, solution
             puzzle[cell] = 0
-            board, found = candidates(puzzle, size)
+            board, known = candidates(puzzle, size)
             board[cell] ^= 1 << solution[cell] >> 1
-            if next(solutions(board, found, size), None):
+            if next(solutions(board, known, size), None):
                 puzzle[cell] = solution[cell]
             else:
                 left -= 1
@@ -106,9 +107,9 @@ def read(path: Path, most: int | None = None, skip: int = 0) -> list[Puzzle]:
         if [len(field) for field in fields] != [81, 81] or not "".join(fields).isdigit() or "0" in fields[1]:
             raise StudyError(f"{path}, line {number}: not 81 digits (0: empty), a space, and 81 digits of 1 to 9")
         clues, solution = ([int(digit) for digit in field] for field in fields)
-        found = [one for one, _ in zip(solutions(*candidates(clues, 9), 9), range(2), strict=False)]
-        if found != [solution]:
-            what = ("no solution", "another solution than the line says", "more than one solution")[len(found)]
+        two = list(islice(solutions(*candidates(clues, 9), 9), 2))
+        if two != [solution]:
+            what = ("no solution", "another solution than the line says", "more than one solution")[len(two)]
             raise StudyError(f"{path}, line {number}: the puzzle has {what}")
         puzzles.append((clues, solution))
     return puzzles
@@ -117,10 +118,10 @@ def read(path: Path, most: int | None = None, skip: int = 0) -> list[Puzzle]:
 def read_folder(folder: Path, most: int | None = None, skip: int = 0) -> dict[str, list[Puzzle]]:
     """The first puzzles of every *.txt of a folder after `skip` of them, by its name."""
     paths = [path for path in sorted(folder.glob("*.txt")) if path.stem not in ("LICENSE", "README")]
-    found = {path.stem: puzzles for path in paths if (puzzles := read(path, most, skip))}
-    if not found:
+    known = {path.stem: puzzles for path in paths if (puzzles := read(path, most, skip))}
+    if not known:
         raise StudyError(f"--data-root {folder}: a folder of *.txt with a puzzle a line")
-    return found
+    return known
 
 
 def tensors(puzzles: Sequence[Puzzle], size: int) -> tuple[Tensor, Tensor]:

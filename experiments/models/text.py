@@ -100,7 +100,7 @@ def load(options: Text) -> Corpus:
         raise StudyError(f"--data-root {options.data_root}: {len(text)} characters; at least {least}, 20 sequences")
     characters = "".join(sorted(set(text)))
     cuts = [len(text) * 18 // 20, len(text) * 19 // 20]
-    parts = torch.tensor([characters.index(one) for one in text]).tensor_split(cuts)
+    parts = torch.tensor([characters.index(character) for character in text]).tensor_split(cuts)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return Corpus(f"{source} ({len(text):,} characters, sha256 {digest})", characters, *parts)
 
@@ -232,7 +232,7 @@ def look_inside(model: Language, corpus: Corpus, options: Text) -> tuple[dict[st
     shown = {
         "residuals": residuals(model, indices[:1])[0].tolist(),
         "passage": "".join(corpus.characters[i] for i in indices[0].tolist()),
-        "needed": {c: float(found.mean()) for c, found in means.items() if len(found) >= 50},
+        "needed": {c: float(counts.mean()) for c, counts in means.items() if len(counts) >= 50},
     }
     return {"writing, cold": cold, "writing, warm": warm}, shown
 
@@ -309,7 +309,7 @@ def draw_passage(axis: Axes, passage: str, residuals: Sequence[Sequence[float]])
         aspect="auto",
         extent=(-0.5, len(passage) - 0.5, count + 0.5, 0.5),
     )
-    axis.set_xticks(range(len(passage)), [SIGNS.get(one, one) for one in passage])
+    axis.set_xticks(range(len(passage)), [SIGNS.get(character, character) for character in passage])
     axis.set(ylabel="evaluation", title="residual of every character of a validation passage")
     style.bare(axis)
     axis.figure.colorbar(picture, ax=axis, label="log10, relative")
@@ -319,7 +319,7 @@ def draw_needed(axis: Axes, needed: dict[str, float]) -> None:
     """Draw one dot per character of the alphabet."""
     names = sorted(needed, key=lambda name: needed[name])
     axis.plot(range(len(names)), [needed[name] for name in names], ls="", **style.look("deq"))
-    axis.set_xticks(range(len(names)), [SIGNS.get(one, one) for one in names])
+    axis.set_xticks(range(len(names)), [SIGNS.get(name, name) for name in names])
     axis.set(ylabel="evaluations", title="until the residual of a character is at most 1e-2, means by character")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from runs.files import locked, prepare_out, write_arrays, write_atomically
 from runs.options import StudyError
-from runs.script import how_to_go_on, told
+from runs.script import resume_hint, run_main
 from runs.states import write_state
 
 from . import distributed
@@ -31,8 +31,8 @@ def main(study: str, description: str | None, argv: Sequence[str] | None = None)
     """Run a study. The exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after Ctrl-C or
     SIGTERM."""
     settings = parse(study, description, argv)
-    again = how_to_go_on("" if settings.resume else " --resume")
-    return told(f"{study}.py", lambda: run_study(settings), again)
+    again = resume_hint("" if settings.resume else " --resume")
+    return run_main(f"{study}.py", lambda: run_study(settings), again)
 
 
 def run_study(asked: Settings) -> int:

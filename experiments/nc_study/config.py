@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from runs.arguments import Parser
-from runs.options import Checked, SettingsError, add_options, option
+from runs.options import Checked, Parser, SettingsError, add_options, option
 from runs.provenance import multiplies_bf16
 from runs.steps import DEVICES, chosen_device, eager_option
 

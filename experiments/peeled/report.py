@@ -38,25 +38,25 @@ def markdown(result: Part) -> str:
 
 def local_minima(result: Part) -> list[str]:
     """Name the cases in which the limit part, which solves the same problem at R, ends below the imbalanced part."""
-    found = []
+    listed = []
     for bounds, other in zip(result["imbalanced"]["bounds"], result["limit"]["bounds"], strict=True):
         for row in other["rows"]:
             for model in BOTH if row["ratio"] == result["settings"]["ratio"] else ():
                 loss = bounds["comparisons"]["own optimum"]["models"][model]["loss"]
                 best = row["models"][model]["loss"]
                 if loss > best * (1 + SAME):
-                    found.append(f"{place(bounds)}, {LABELS[model]}: loss {loss:.7g}, and {best:.7g} was found")
-    return found
+                    listed.append(f"{place(bounds)}, {LABELS[model]}: loss {loss:.7g}, and {best:.7g} was found")
+    return listed
 
 
 def backbone_etf(claims: list[Part]) -> str:
     """Say for each pair of bounds on h0 of which models the balanced class means form a simplex ETF."""
     said: dict[str, list[str]] = {}
-    for one in claims:
-        if one["claim"] == "class means form a simplex ETF" and one["features"] == "backbone":
-            found = "an ETF" if one["verdict"] == HOLDS else "no ETF"
-            said.setdefault(f"E_W = {one['e_w']:g}, E_H = {one['e_h']:g}", []).append(f"{LABELS[one['model']]} {found}")
-    return "; ".join(f"{bounds}: {', '.join(found)}" for bounds, found in said.items())
+    for claim in claims:
+        if claim["claim"] == "class means form a simplex ETF" and claim["features"] == "backbone":
+            optimum = f"{LABELS[claim['model']]} {'an ETF' if claim['verdict'] == HOLDS else 'no ETF'}"
+            said.setdefault(f"E_W = {claim['e_w']:g}, E_H = {claim['e_h']:g}", []).append(optimum)
+    return "; ".join(f"{bounds}: {', '.join(optima)}" for bounds, optima in said.items())
 
 
 def place(bounds: Part) -> str:
@@ -98,8 +98,8 @@ def _verdicts(claims: list[Part]) -> list[Row]:
     """Make a row of each claim about each model, with a column for each place at which it was judged."""
     places = dict.fromkeys(map(place, claims), "")
     rows: dict[tuple[str, ...], Row] = {}
-    for one in claims:
-        names = {"source": one["source"], "claim": one["claim"], "model": LABELS.get(one["model"], "both")}
+    for claim in claims:
+        names = {"source": claim["source"], "claim": claim["claim"], "model": LABELS.get(claim["model"], "both")}
         row = rows.setdefault(tuple(names.values()), {**names, **places})
-        row[place(one)] = Source(f"{SHORT[one['verdict']]} ({_number(one['value'])})")
+        row[place(claim)] = Source(f"{SHORT[claim['verdict']]} ({_number(claim['value'])})")
     return list(rows.values())

@@ -117,12 +117,12 @@ class Study:
         """Solve problems (7) and (9), and the DEQ of two classes under a bound E_H above 1/2."""
         settings = self.settings
         count = (settings.samples,) * settings.classes
-        found = []
+        studies = []
         for bounds in settings.bounds:
             models = {model: self._balanced(self._problem(model, bounds, count, count)) for model in BOTH}
-            found.append({**bounds, "models": models})
+            studies.append({**bounds, "models": models})
         two = self._problem("deq", {"features": "backbone", **TWO_CLASSES}, (LIMIT_COLUMNS,) * 2, (1, 1))
-        return {"bounds": found, "two_classes": {**TWO_CLASSES, **self._balanced(two)}, "layers": self._layers()}
+        return {"bounds": studies, "two_classes": {**TWO_CLASSES, **self._balanced(two)}, "layers": self._layers()}
 
     def _layers(self) -> list[Part]:
         """Solve the balanced problem with the bound before the layer, for every layer whose norm is at most E_H, or at
@@ -189,7 +189,7 @@ class Study:
     def limit(self) -> Part:
         """Solve problem (10) for rising R, and for R without bound, which gives the minority no weight in the loss."""
         ratios = (*sorted(self.settings.numbers("ratios")), math.inf)
-        rows = ({**bounds, "rows": [self._limit(bounds, one) for one in ratios]} for bounds in self.settings.bounds)
+        rows = ({**bounds, "rows": [self._limit(bounds, ratio) for ratio in ratios]} for bounds in self.settings.bounds)
         return {"bounds": list(rows)}
 
     def _limit(self, bounds: Part, ratio: float) -> Part:

@@ -151,7 +151,7 @@ def at_least(value: float, bound: float, scale: float) -> str:
     return HOLDS if value >= bound - SAME * scale else FAILS
 
 
-def all_ratios_above_one(ratios: list[float | None]) -> str:
+def all_above_unity(ratios: list[float | None]) -> str:
     """Judge "every ratio exceeds 1"; None is a ratio that does not exist."""
     known = [ratio for ratio in ratios if ratio is not None]
     if known and min(known) < 1 - SAME:
@@ -236,7 +236,7 @@ def imbalanced_claims(part: Part) -> Iterator[Part]:
         for name, comparison in comparisons.items():
             ratios = comparison["cosine_ratios"]
             above = sum(ratio is not None and ratio > 1 + SAME for ratio in ratios)
-            yield _judged(bounds, "imbalanced nc3", all_ratios_above_one(ratios), above, name=name)
+            yield _judged(bounds, "imbalanced nc3", all_above_unity(ratios), above, name=name)
         yield _loss_claim(bounds, "imbalanced loss", own)
 
 
@@ -248,4 +248,4 @@ def limit_claims(part: Part) -> Iterator[Part]:
             for model, record in last.items():
                 yield _zero(bounds, name, record[name], model)
         pairs = [[last[model][name] for model in BOTH] for name in ALIKE]
-        yield _zero(bounds, "limit alike", max(abs(one - other) for one, other in pairs if None not in (one, other)))
+        yield _zero(bounds, "limit alike", max(abs(a - b) for a, b in pairs if None not in (a, b)))

@@ -110,7 +110,7 @@ def read_arrays(path: Path, names: Collection[str] = (), remedy: str = "") -> di
                 raise ValueError(f"{size} bytes of arrays, at most {LARGEST}")
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in names or stored.files}
-        if strange := [name for name, one in arrays.items() if not isinstance(one, np.ndarray)]:
+        if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
             raise ValueError(f"{strange[0]} is not an array")
     return arrays
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from .arguments import Parser, one_of
+from deqfast._checks import did_you_mean
 
 KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
 LIMITS = {
@@ -63,9 +63,58 @@ def check_field(spec: Field[Any], value: Any) -> None:
         raise SettingsError(f"{flag_of(spec.name)} {value}: {allowed}")
 
 
+def listed(name: str, words: str, known: Collection[str]) -> list[str]:
+    """Words of an option with commas between, each once; SettingsError for an unknown one."""
+    given = list(dict.fromkeys(words.split(",")))
+    for word in given:
+        if word not in known:
+            reason = f"{word} is none of {', '.join(known)}{did_you_mean(word, known)}"
+            raise SettingsError(f"{flag_of(name)} {words}: {reason}")
+    return given
+
+
 def flag_of(name: str) -> str:
     """Command-line option of a field."""
     return "--" + name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that prints the description as it is written, ends its help with examples, and knows misspelt options.
+
+    Args:
+        description: what the script does.
+        examples: command lines without "python experiments/".
+        usage: the arguments, as the help and errors show them.
+    """
+
+    def __init__(self, description: str | None, examples: Sequence[str], usage: str = "[options]"):
+        super().__init__(
+            usage=f"%(prog)s {usage}",
+            description=description,
+            epilog="\n  python experiments/".join(["examples:", *examples]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]  # argparse has overloads
+        """Return the arguments; a wrong one ends the program with status 2 and a line that names it."""
+        given, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            words = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            hints = dict.fromkeys(did_you_mean(word, self._option_string_actions) for word in words)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
+        return given
+
+
+def choice(choices: Collection[str]) -> Callable[[str], str]:
+    """Return the `type` of an argument with these choices."""
+
+    def chosen(word: str) -> str:
+        if word not in choices:
+            allowed = f"invalid choice: {word!r} (choose from {', '.join(choices)})"
+            raise argparse.ArgumentTypeError(f"{allowed}{did_you_mean(word, choices)}")
+        return word
+
+    return chosen
 
 
 def parsed(
@@ -101,7 +150,7 @@ def add_options(
         if kind is bool:
             taken: dict[str, Any] = {"action": "store_true"}
         elif "choices" in spec.metadata:
-            taken = {"choices": spec.metadata["choices"], "type": one_of(spec.metadata["choices"])}
+            taken = {"choices": spec.metadata["choices"], "type": choice(spec.metadata["choices"])}
         else:
             metavar = spec.metadata["metavar"] if kind is str else kind.__name__.upper()
             taken = {"type": kind, "metavar": metavar}

@@ -137,13 +137,13 @@ def run_all(runs: Sequence[R], jobs: int, first_slot: int = 0) -> dict[R, str]:
 
 def unreadable(runs: Iterable[R], read: Callable[[R], object]) -> dict[R, str]:
     """Return the runs with a file that cannot be read, and why; other errors are raised."""
-    found = {}
+    reasons = {}
     for run in runs:
         try:
             read(run)
         except Unreadable as error:
-            found[run] = str(error)
-    return found
+            reasons[run] = str(error)
+    return reasons
 
 
 def made(records: Mapping[R, T], make: Callable[[list[T]], M]) -> tuple[M | None, dict[R, str]]:
@@ -158,10 +158,10 @@ def made(records: Mapping[R, T], make: Callable[[list[T]], M]) -> tuple[M | None
         try:
             return make(left), unfit
         except Exception:
-            found = unreadable([run for run in records if run not in unfit], alone)
-            if not found or len(found) == len(left) > 1:  # what fails for every record is not damage
+            refused = unreadable([run for run in records if run not in unfit], alone)
+            if not refused or len(refused) == len(left) > 1:  # what fails for every record is not damage
                 raise
-            unfit |= found
+            unfit |= refused
     return None, unfit
 
 
@@ -179,8 +179,8 @@ def reason(run: Run, status: int) -> str:
         return f"ended by {signal.Signals(-status).name}{hint}"
     text = run.log.read_text(errors="replace") if run.log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if ": error: " in line] or lines
-    return told[-1] if told else f"exit status {status}"
+    errors = [line for line in lines if ": error: " in line] or lines
+    return errors[-1] if errors else f"exit status {status}"
 
 
 def _work(name: str, work: Callable[[], object], log: Path, lock: Any) -> None:

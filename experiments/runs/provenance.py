@@ -77,5 +77,5 @@ def provenance(threads: int, device: str, processes: int = 1, precision: str = "
 def multiplies_bf16() -> bool:
     """Return whether the CPU has instructions for products of bfloat16. Without them bfloat16 is slower than
     float32."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -41,7 +41,7 @@ def command_line() -> str:
     return shlex.join(map(as_text, words))
 
 
-def how_to_go_on(added: str = "") -> str:
+def resume_hint(added: str = "") -> str:
     """Message after an interrupt; `added` is what the command needs to resume."""
     return f"what is finished is saved; this command continues:\n  {command_line()}{added}"
 
@@ -56,7 +56,7 @@ def end_with(wait: Callable[[], object]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
+def run_main(script: str, work: Callable[[], int], when_interrupted: str) -> int:
     """Do the work of a script and return its exit status. A StudyError becomes a line on stderr and 1. Ctrl-C becomes
     130 and the line `when_interrupted`.
 

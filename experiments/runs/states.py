@@ -47,11 +47,11 @@ def read_state(path: Path, progress: type) -> dict[str, Any] | None:
 def take_over(path: Path, state: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
     """Load the states of these objects, by name. Raises Unreadable if one does not fit, with the file it is from."""
     with reading(path, REMEDY):
-        for name, one in kept.items():
-            expected = _stepped(one) if isinstance(one, Optimizer) else one.state_dict()
-            one.load_state_dict(state[name])
-            if isinstance(one, Optimizer | LRScheduler):  # these take anything; modules check for themselves
-                _check_like(name, one.state_dict(), expected)
+        for name, part in kept.items():
+            expected = _stepped(part) if isinstance(part, Optimizer) else part.state_dict()
+            part.load_state_dict(state[name])
+            if isinstance(part, Optimizer | LRScheduler):  # these take anything; modules check for themselves
+                _check_like(name, part.state_dict(), expected)
 
 
 def _stepped(optimizer: Optimizer) -> dict[str, Any]:
@@ -64,11 +64,11 @@ def _stepped(optimizer: Optimizer) -> dict[str, Any]:
     return twin.state_dict()
 
 
-def _check_like(name: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check_like(name: str, state: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raise ValueError if a state has other entries, shapes or types than another one."""
     if "state" in expected:  # a parameter that never had a gradient has none
-        expected = expected | {"state": {index: expected["state"][index] for index in found["state"]}}
-    (leaves, tree), (others, other_tree) = tree_flatten(found), tree_flatten(expected)
+        expected = expected | {"state": {index: expected["state"][index] for index in state["state"]}}
+    (leaves, tree), (others, other_tree) = tree_flatten(state), tree_flatten(expected)
     if tree != other_tree or list(map(_kind, leaves)) != list(map(_kind, others)):
         raise ValueError(f"{name} has other entries, shapes or types")
 

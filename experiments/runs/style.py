@@ -80,8 +80,8 @@ def band(axis: Axes, x: Sequence[float], seeds: Any, **line: Any) -> None:
 
 def legend(figure: Figure | SubFigure, columns: int = 4, **more: Any) -> None:
     """Explain all lines below the panels, each label once."""
-    found = [axis.get_legend_handles_labels() for axis in figure.axes]
-    known = {label: handle for handles, labels in found for handle, label in zip(handles, labels, strict=True)}
+    entries = [axis.get_legend_handles_labels() for axis in figure.axes]
+    known = {label: handle for handles, labels in entries for handle, label in zip(handles, labels, strict=True)}
     figure.legend([*known.values()], [*known], loc="outside lower center", ncols=columns, **more)
 
 

@@ -21,11 +21,11 @@ from scipy import signal
 from scipy.io import wavfile
 from torch import Tensor
 
-from .claims import Comparison, compare
-from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit, of_module
-from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, train
+from .claims import Comparison, compare, comparison
+from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit, experiment, notes
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .sawtooth import LEARNT
-from .summary import by_task, log_ratios, networks_table
+from .summary import by_task, kinds, log_ratios, networks_table
 
 RATE = 8000  # samples of the fitted second
 RESOLUTION = 1e-14  # power density that 16 bits resolve at this rate
@@ -91,8 +91,8 @@ def read(path: Path) -> np.ndarray:
         second = mono[start : start + rate]
         if not np.isfinite(second).all() or not np.ptp(second):
             raise ValueError("its loudest second is not finite, or silent")
-        found = np.asarray(signal.resample_poly(second, RATE, rate))
-    return found
+        resampled = np.asarray(signal.resample_poly(second, RATE, rate))
+    return resampled
 
 
 def as_task(samples: np.ndarray, encoding: str, seed: int) -> Sound:
@@ -121,61 +121,47 @@ def measure(sizes: Sizes, unit: Unit, folder: Path | None = None) -> Result:
     task = as_task(read(folder / f"{recording}.wav") if folder else chirp, encoding, unit.seed)
     learn = partial(train, task=task, course=sizes.course, seed=unit.seed, held_out=replace(task, drawn="validation"))
     inputs = task.x.shape[1]
-    found = [learn("DEQ", partial(DEQ, inputs, WIDTH))]
-    deq = found[0][0]
+    fits = [learn("DEQ", partial(DEQ, inputs, WIDTH))]
+    deq = fits[0][0]
     for rule, budget, cost in (("parameters", deq.parameters, count_parameters), ("FLOPs", deq.flops or 0, FNN.flops)):
         width = matched_width(inputs, DEPTH, budget, cost)
-        found.append(learn(f"FNN, equal {rule}", partial(FNN, inputs, width, DEPTH)))
+        fits.append(learn(f"FNN, equal {rule}", partial(FNN, inputs, width, DEPTH)))
     with torch.no_grad():
-        sounds = {"recording": task.y} | {trained.name: network(task.x) for trained, network in found}
+        sounds = {"recording": task.y} | {trained.name: network(task.x) for trained, network in fits}
     wavs = {f"{name}.wav": as_wav(sound, float(task.y.abs().max())) for name, sound in sounds.items()}
-    return Result(tuple(trained for trained, _ in found), wavs if unit.seed == 0 else {})
+    return Result(tuple(trained for trained, _ in fits), wavs if unit.seed == 0 else {})
 
 
-def units(sizes: Sizes) -> list[Unit]:
-    """Return a unit for each recording, encoding and seed."""
-    tasks = [f"{name}-{encoding}" for name, _ in sizes.recordings for encoding in ENCODINGS]
-    return [Unit(task, seed) for task in tasks for seed in range(sizes.seeds)]
+def tasks(sizes: Sizes) -> list[str]:
+    """Return a task for each recording and encoding."""
+    return [f"{name}-{encoding}" for name, _ in sizes.recordings for encoding in ENCODINGS]
 
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the DEQ's error against the FNNs' under either encoding, over all recordings."""
-    tasks = {task: [one.networks for one in found] for task, found in by_task(results).items()}
+    networks = {task: [result.networks for result in by_seed] for task, by_seed in by_task(results).items()}
     claims = compare(
         [
-            _comparison(encoding, rule, [seeds for task, seeds in tasks.items() if task.endswith(encoding)], index)
+            _comparison(encoding, rule, [kinds(seeds) for task, seeds in networks.items() if task.endswith(encoding)])
             for encoding in ENCODINGS
-            for index, rule in ((1, "parameters"), (2, "FLOPs"))
-            if any(task.endswith(encoding) for task in tasks)
+            for rule in ("parameters", "FLOPs")
+            if any(task.endswith(encoding) for task in networks)
         ]
     )
     heard = ", ".join(f"{name} ({digest[:8]})" for name, digest in sizes.recordings)
-    notes = (
-        f"The sounds are one second at {RATE} Hz of {heard}. The fits of seed 0 are WAV files next to their records.",
-        f"The input of a network is the time t (plain), or the sines and cosines of {OCTAVES} octaves of t (fourier).",
-        "Errors are mean squared errors in units of the sound's variance. The best constant has an error of 1.",
-        f"Networks are trained on {SHARES['fitted']:.0%} of the samples. The learning rate is chosen on "
-        f"{SHARES['validation']:.0%}, and {SHARES['unseen']:.0%} are unseen.",
-        f"The DEQ has {WIDTH} units, the FNNs {DEPTH} hidden layers.",
-        *MATCHED,
-    )
+    items = notes("audio", rate=RATE, heard=heard, octaves=OCTAVES, width=WIDTH, depth=DEPTH, **SHARES)
     columns = {part: partial(Trained.error, name=part) for part in SHARES}
-    table = networks_table("Errors on sound", RECONSTRUCTION, tasks, columns)
+    table = networks_table("Errors on sound", RECONSTRUCTION, networks, columns)
     sounds = {unit.task: result.sounds for unit, result in results.items() if result.sounds}
-    return Section(notes, claims, [table], [_picture(sounds)] if sounds else [])
+    return Section([*items, *notes("matched")], claims, [table], [_picture(sounds)] if sounds else [])
 
 
-def _comparison(encoding: str, rule: str, recordings: list[list[tuple[Trained, ...]]], index: int) -> Comparison:
+def _comparison(encoding: str, rule: str, recordings: list[list[tuple[Trained, ...]]]) -> Comparison:
     fitted = partial(Trained.error, name="fitted")
-    kinds = [list(zip(*seeds, strict=True)) for seeds in recordings]
-    lowest = min(fitted(one) for kind in kinds for seeds in (kind[0], kind[index]) for one in seeds)
-    return Comparison(
-        f"{encoding}: the DEQ's error is below the FNN's at equal {rule}",
-        RECONSTRUCTION,
-        [log_ratios(kind[0], kind[index], fitted) for kind in kinds],
-        f"log10 ratio on fitted samples; the lowest error of either is {lowest:.2g}",
-        judged=lowest <= LEARNT,
-    )
+    pairs = [(deq, fnn) for deq, *fnns in recordings for fnn in fnns if fnn[0].name.endswith(rule)]
+    lowest = min(fitted(network) for pair in pairs for seeds in pair for network in seeds)
+    differences = [log_ratios(*pair, fitted) for pair in pairs]
+    return comparison("audio", differences, lowest <= LEARNT, encoding=encoding, rule=rule, lowest=lowest)
 
 
 def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
@@ -190,7 +176,7 @@ def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
     return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Power density by Welch's method, seed 0.", figure)
 
 
-AUDIO = of_module(
+AUDIO = experiment(
     __name__,
     "Audio",
     quick=Sizes(Course(150, 128, (0.003, 0.01), 1), 1),
@@ -207,5 +193,5 @@ def recorded(folder: Path) -> Experiment:
     for path in paths:
         read(path)
     recordings = tuple((path.stem, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths)
-    sizes = {preset: replace(one, recordings=recordings) for preset, one in AUDIO.sizes.items()}
+    sizes = {preset: replace(usual, recordings=recordings) for preset, usual in AUDIO.sizes.items()}
     return replace(AUDIO, sizes=sizes, measure=partial(measure, folder=folder))

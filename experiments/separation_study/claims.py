@@ -1,15 +1,19 @@
-"""Verdicts on the paper's claims."""
+"""Verdicts on the paper's claims, whose texts are in claims.csv."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from nc_study.reporting.verdicts import ALPHA, estimate, holm
 
 SEEDS = 5  # fewer seeds decide nothing
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not distinguishable"
+TEXTS = {row.pop("key"): row for row in csv.DictReader(Path(__file__).with_name("claims.csv").open(encoding="utf-8"))}
+"""Source, claim, numbers and reason of each claim by its key; names in braces are filled in by the experiments."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,16 @@ class Claim:
     seeds: int
     source: str  # one of frame.SOURCES: of the task that it was judged on
     reason: str
+
+
+def filled(key: str, **values: object) -> dict[str, str]:
+    """Return the texts of a claim with values filled in."""
+    return {name: text.format(**values) for name, text in TEXTS[key].items()}
+
+
+def exact_claim(key: str, verdict: str, seeds: int, **values: object) -> Claim:
+    """Make a claim that is judged without statistics."""
+    return Claim(verdict=verdict, seeds=seeds, **filled(key, **values))
 
 
 def within(value: float, tolerance: float) -> str:
@@ -43,20 +57,27 @@ class Comparison:
     greater: bool = False
 
 
+def comparison(
+    key: str, differences: Sequence[Sequence[float]], judged: bool = True, greater: bool = False, **values: object
+) -> Comparison:
+    """Make a comparison with the texts of a claim."""
+    texts = filled(key, **values)
+    return Comparison(texts["claim"], texts["source"], differences, texts["reason"], judged, greater)
+
+
 def compare(comparisons: Sequence[Comparison]) -> list[Claim]:
     """Judge claims together: Holm's adjustment of two-sided p-values, each of the mean over tasks of the mean
     differences. Fewer than five seeds in a task decide nothing."""
-    found = [estimate(one.tasks) if min(map(len, one.tasks)) > 1 else None for one in comparisons]
-    adjusted = holm([one.p_different if one else 1.0 for one in found])
+    estimates = [estimate(each.tasks) if min(map(len, each.tasks)) > 1 else None for each in comparisons]
+    adjusted = holm([pooled.p_different if pooled else 1.0 for pooled in estimates])
     claims = []
-    for one, pooled, p in zip(comparisons, found, adjusted, strict=True):
-        seeds = min(map(len, one.tasks))
-        verdict = OPEN
-        numbers = f"{fmean(map(fmean, one.tasks)):+.2f} of one seed" if seeds else "no seed"
+    for each, pooled, p in zip(comparisons, estimates, adjusted, strict=True):
+        seeds, verdict = min(map(len, each.tasks)), OPEN
+        numbers = f"{fmean(map(fmean, each.tasks)):+.2f} of one seed" if seeds else "no seed"
         if pooled:
             low, high = pooled.interval
             numbers = f"{pooled.mean:+.2f} [{low:+.2f}, {high:+.2f}], p = {p:.2g}"
-            if one.judged and seeds >= SEEDS and p <= ALPHA:
-                verdict = HOLDS if (pooled.mean > 0) == one.greater else FAILS
-        claims.append(Claim(one.claim, verdict, numbers, seeds, one.source, one.reason))
+            if each.judged and seeds >= SEEDS and p <= ALPHA:
+                verdict = HOLDS if (pooled.mean > 0) == each.greater else FAILS
+        claims.append(Claim(each.claim, verdict, numbers, seeds, each.source, each.reason))
     return claims

@@ -7,6 +7,7 @@ where v is the integral of r = Xβ - y. So the limit minimises the Bregman diver
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .claims import FAILS, HOLDS, OPEN, Claim, within
-from .frame import DERIVED, EXACT, Picture, Rows, Section, Table, Unit, of_module
+from .claims import FAILS, HOLDS, OPEN, Claim, exact_claim, within
+from .frame import DERIVED, Picture, Row, Section, Table, Unit, experiment, notes
 
 SOLVER = deqfast.Broyden(rtol=1e-13, max_iter=200)
 ADJOINTS = {"DEQ": deqfast.Implicit(SOLVER), "DEQ, JFB": deqfast.JFB()}
@@ -69,6 +70,11 @@ class Flow:
     kkt_paper: float
     kkt_minus: float
     participation: float
+
+    @property
+    def kind(self) -> tuple[str, float, bool]:
+        """What the flows of several problems and seeds share."""
+        return self.rule, self.initial, self.two_sided
 
 
 @dataclass(frozen=True)
@@ -196,122 +202,95 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     signs = np.where(np.arange(len(truth)) % 2, -1.0, 1.0)
     both, target = np.hstack([x, -x]), x @ (signs * truth)
     flows += [_flow_result(rule, both, target, 1.0, two_sided=True) for rule in RULES]
-    steps = sizes.steps if unit.task == units(sizes)[0].task else ()
+    steps = sizes.steps if unit.task == tasks(sizes)[0] else ()
     descents = [descend(rule, x, y, step) for rule in RULES[:2] for step in steps]
     return Result(tuple(flows), tuple(descents))
 
 
-def units(sizes: Sizes) -> list[Unit]:
-    """Return a unit for each problem and seed."""
-    return [Unit(f"d{d}-n{n}", seed) for d, n in sizes.problems for seed in range(sizes.seeds)]
+def tasks(sizes: Sizes) -> list[str]:
+    """Return a task for each problem."""
+    return [f"d{d}-n{n}" for d, n in sizes.problems]
 
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the claims of Section 5 and show how the bias changes with the initialisation."""
-    flows = [one for result in results.values() for one in result.flows]
-    descents = [one for result in results.values() for one in result.descents]
-    worst, same = (
-        "Largest values over problems and seeds.",
-        "Largest values over problems and seeds, from β(0) = 1, at one time of the flow.",
-    )
+    flows = [flow for result in results.values() for flow in result.flows]
+    descents = [descent for result in results.values() for descent in result.descents]
+    worst = "Largest values over problems and seeds"
+    same = f"{worst}, from β(0) = 1, at one time of the flow."
     tables = [
-        Table("Limits of gradient flow", DERIVED, _flow_rows(flows), worst),
+        Table("Limits of gradient flow", DERIVED, _flow_rows(flows), f"{worst}."),
         Table("Gradient descent through deqfast", DERIVED, _descent_rows(descents), same),
     ]
-    notes = (
-        "Equation (9): squared loss, N < d, X normal, y = Xβ of a positive β.",
-        "Two-sided: inputs (x, -x), so that the coefficients β₊ - β₋ may be negative.",
-        "KKT residuals are relative: at 0 the conditions are met, at 1 not at all.",
-    )
     claims = [*_limit_claims(sizes, flows), _denser(sizes, flows), _tends(sizes, list(results.values()))]
-    return Section(notes, claims, tables, [_picture(sizes, flows)])
+    return Section(notes("diagonal"), claims, tables, [_picture(sizes, flows)])
 
 
 def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
-    deq, jfb, network = ([one for one in flows if one.rule == rule.name] for rule in RULES)
+    deq, jfb, network = ([flow for flow in flows if flow.rule == rule.name] for rule in RULES)
+    residuals = {
+        "kept": [flow.drift for flow in deq],
+        "plus": [flow.kkt for flow in deq],
+        "minus": [min(flow.kkt_minus for flow in deq)],
+        "jfb": [flow.kkt for flow in jfb],
+        "jfb too": [flow.kkt_paper for flow in jfb],
+        "network": [flow.kkt for flow in network],
+    }
+    worst = {name: max(values) for name, values in residuals.items()}
+    return [exact_claim(f"diagonal {name}", within(x, ZERO), sizes.seeds, worst=x) for name, x in worst.items()]
 
-    def zero(text: str, source: str, values: list[float], reason: str) -> Claim:
-        worst = max(values)
-        return Claim(text, within(worst, ZERO), f"residual up to {worst:.1e}", sizes.seeds, source, reason)
 
-    plus = "Its limit meets the KKT conditions of Q with the plus sign, Σ[1/(2β²) + β(0)⁻³β]"
-    minus = "Its limit meets them for Q with the minus sign, which the rebuttal prints"
-    missed = min(one.kkt_minus for one in deq)
-    everywhere, at_least = "one-sided and two-sided β, all initialisations", f"KKT residual at least {missed:.1e}"
-    return [
-        zero("Gradient flow keeps β⁻³ - 3Xᵀv", EXACT, [one.drift for one in deq], "drift along scipy's integration"),
-        zero(plus, DERIVED, [one.kkt for one in deq], everywhere),
-        Claim(minus, within(missed, ZERO), at_least, sizes.seeds, EXACT, "the printed sign is an error"),
-        zero("JFB minimises Σ[1/β + β/β(0)²] instead", DERIVED, [one.kkt for one in jfb], "its own conserved quantity"),
-        zero("JFB's limit minimises the paper's Q too", DERIVED, [one.kkt_paper for one in jfb], "a bias of its own"),
-        zero("The diagonal network β = u² minimises Σ β log(β/β(0)) - β", DERIVED, [o.kkt for o in network], "known"),
-    ]
+def _densities(flows: list[Flow], rule: Rule, start: float) -> list[float]:
+    """Return the participation ratios of a rule's one-sided flows from an initial value."""
+    return [flow.participation for flow in flows if flow.kind == (rule.name, start, False)]
 
 
 def _denser(sizes: Sizes, flows: list[Flow]) -> Claim:
     start = min(sizes.initials)
-    deq, _, network = (
-        [one.participation for one in flows if (one.rule, one.initial, one.two_sided) == (rule.name, start, False)]
-        for rule in RULES
-    )
-    share = sum(one > other for one, other in zip(deq, network, strict=True)) / len(deq)
-    return Claim(
-        f"From β(0) = {start:g} the DEQ's β is denser than the diagonal network's",
-        {1.0: HOLDS, 0.0: FAILS}.get(share, OPEN),
-        f"participation ratio higher in {share:.0%} of {len(deq)} problems",
-        sizes.seeds,
-        DERIVED,
-        "exact limits, without an interval; holds only if it holds in every problem",
-    )
+    deq, _, network = (_densities(flows, rule, start) for rule in RULES)
+    share = sum(dense > other for dense, other in zip(deq, network, strict=True)) / len(deq)
+    verdict = {1.0: HOLDS, 0.0: FAILS}.get(share, OPEN)
+    return exact_claim("diagonal denser", verdict, sizes.seeds, start=start, share=share, problems=len(deq))
 
 
 def _tends(sizes: Sizes, results: list[Result]) -> Claim:
-    halving = [
-        one.distance / other.distance
-        for result in results
-        for one, other in pairwise(result.descents)
-        if one.rule == other.rule
-    ]
-    return Claim(
-        "Gradient descent through deqfast tends to the flow as its step decreases",
-        HOLDS if min(halving) > 1 else FAILS,
-        f"half the step divides the distance by {min(halving):.2f} to {max(halving):.2f}",
-        sizes.seeds,
-        DERIVED,
-        "a first-order method gives 2",
-    )
+    pairs = [pair for result in results for pair in pairwise(result.descents)]
+    halving = [coarse.distance / fine.distance for coarse, fine in pairs if coarse.rule == fine.rule]
+    verdict = HOLDS if min(halving) > 1 else FAILS
+    return exact_claim("diagonal tends", verdict, sizes.seeds, least=min(halving), most=max(halving))
 
 
-def _flow_rows(flows: list[Flow]) -> Rows:
-    rows: Rows = []
+def _worst(group: Sequence[object], columns: Mapping[str, str]) -> Row:
+    """Show the largest values of some attributes over a group, by column."""
+    return {column: f"{max(getattr(each, name) for each in group):.1e}" for column, name in columns.items()}
+
+
+def _flow_rows(flows: list[Flow]) -> list[Row]:
+    rows: list[Row] = []
     columns = {"misfit": "misfit", "drift": "drift", "KKT, own": "kkt", "KKT, Q": "kkt_paper"}
     columns["KKT, Q with minus"] = "kkt_minus"
-    for rule, initial, both in dict.fromkeys((one.rule, one.initial, one.two_sided) for one in flows):
-        found = [one for one in flows if (one.rule, one.initial, one.two_sided) == (rule, initial, both)]
-        worst = {label: f"{max(getattr(one, name) for one in found):.1e}" for label, name in columns.items()}
-        start = {"rule": rule, "β(0)": f"{initial:g}", "two-sided": "yes" if both else "no"}
-        mean = float(np.mean([one.participation for one in found]))
-        rows.append({**start, **worst, "participation (mean)": f"{mean:.3f}"})
+    for kind in dict.fromkeys(flow.kind for flow in flows):
+        group = [flow for flow in flows if flow.kind == kind]
+        row: Row = {"rule": kind[0], "β(0)": f"{kind[1]:g}", "two-sided": "yes" if kind[2] else "no"}
+        mean = float(np.mean([flow.participation for flow in group]))
+        rows.append({**row, **_worst(group, columns), "participation (mean)": f"{mean:.3f}"})
     return rows
 
 
-def _descent_rows(descents: list[Descent]) -> Rows:
-    rows: Rows = []
-    for rule, step in dict.fromkeys((one.rule, one.step) for one in descents):
-        found = [one for one in descents if (one.rule, one.step) == (rule, step)]
-        names = ("distance", "drift", "solver_error")
-        worst = {name.replace("_", " "): f"{max(getattr(one, name) for one in found):.1e}" for name in names}
-        rows.append({"rule": rule, "step": f"{step:g}", "steps": max(one.steps for one in found), **worst})
+def _descent_rows(descents: list[Descent]) -> list[Row]:
+    rows: list[Row] = []
+    columns = {"distance": "distance", "drift": "drift", "solver error": "solver_error"}
+    for rule, step in dict.fromkeys((descent.rule, descent.step) for descent in descents):
+        group = [descent for descent in descents if (descent.rule, descent.step) == (rule, step)]
+        steps = max(descent.steps for descent in group)
+        rows.append({"rule": rule, "step": f"{step:g}", "steps": steps, **_worst(group, columns)})
     return rows
 
 
 def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
     figure, ((axis,),) = style.panels(height=3)
     for rule, shift in zip(RULES, (0.97, 1, 1.03), strict=True):  # so that no bar covers another
-        groups = [
-            [one.participation for one in flows if (one.rule, one.initial, one.two_sided) == (rule.name, start, False)]
-            for start in sizes.initials
-        ]
+        groups = [_densities(flows, rule, start) for start in sizes.initials]
         means, deviations = list(map(np.mean, groups)), list(map(np.std, groups))
         shifted = [start * shift for start in sizes.initials]
         axis.errorbar(shifted, means, deviations, capsize=2, label=rule.name, **style.look(rule.name))
@@ -323,7 +302,7 @@ def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
     return Picture("diagonal", "Bias and initialisation", DERIVED, caption, figure)
 
 
-DIAGONAL = of_module(
+DIAGONAL = experiment(
     __name__,
     "Diagonal linear DEQ",
     quick=Sizes(((6, 3), (20, 8)), (0.3, 1.0, 3.0), (0.2, 0.1, 0.05), 2),

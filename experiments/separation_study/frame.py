@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -27,7 +29,6 @@ SOURCES = {
 
 R = TypeVar("R")
 Row = dict[str, object]  # of a table: column -> value
-Rows = list[Row]
 
 
 class Unit(NamedTuple):
@@ -58,7 +59,7 @@ class Table:
 
     title: str
     source: str
-    rows: Rows
+    rows: list[Row]
     text: str = ""
 
 
@@ -98,19 +99,26 @@ class Experiment:
     files: Callable[[Any], Mapping[str, bytes]] | None = None
 
 
-def of_module(
-    module: str,
-    title: str,
-    quick: Any,
-    full: Any,
-    files: Callable[[Any], Mapping[str, bytes]] | None = None,
-    long: Any = None,
-) -> Experiment:
-    """Make the experiment of a module of this package: its name, `Result`, `units`, `measure` and `section`. Only an
-    experiment with sizes of preset `long` takes part in it."""
-    of: Any = sys.modules[module]
-    name, sizes = module.rpartition(".")[2], {"quick": quick, "full": full} | ({"long": long} if long else {})
-    return Experiment(name, title, sizes, of.Result, of.units, of.measure, of.section, files)
+def experiment(name: str, title: str, quick: Any, full: Any, long: Any = None, **given: Any) -> Experiment:
+    """Make the experiment of a module of this package: its `Result`, `tasks` or `units`, `measure` and `section`. Only
+    an experiment with sizes of preset `long` takes part in it."""
+    module: Any = sys.modules[name]
+    presets = {"quick": quick, "full": full} | ({"long": long} if long else {})
+    units = getattr(module, "units", None) or partial(seeded, module.tasks)
+    parts = (presets, module.Result, units, module.measure, module.section)
+    return Experiment(name.rpartition(".")[2], title, *parts, **given)
+
+
+def seeded(tasks: Callable[[Any], Sequence[str]], sizes: Any) -> list[Unit]:
+    """Return a unit for each task and seed."""
+    return [Unit(task, seed) for task in tasks(sizes) for seed in range(sizes.seeds)]
+
+
+def notes(name: str, **values: object) -> list[str]:
+    """Read the items of a section of notes.md, and fill in values."""
+    text = Path(__file__).with_name("notes.md").read_text(encoding="utf-8")
+    section = text.partition(f"# {name}\n")[2].partition("\n# ")[0]
+    return [" ".join(item.split()) for item in re.split(r"(?m)^- ", section.format(**values)) if item.strip()]
 
 
 class Job(Run):
@@ -125,12 +133,9 @@ class Job(Run):
         """Record of the unit. Raises StudyError if it has other sizes, Unreadable if it is damaged or of another
         version or unit."""
         kind: Any = Record[self.experiment.result]  # type: ignore[name-defined]  # known at run time only
-        found: Record = read_record(self.path, kind, REMEDY, FORMAT)
-        with reading(self.path, REMEDY):
-            if found.unit != self.unit:
-                raise ValueError(f"it is of {found.unit}")
-            check_same(self.path, found.sizes, msgspec.json.decode(to_json(self.sizes)))
-        return found
+        record = read_unit(self.path, kind)
+        check_same(self.path, record.sizes, msgspec.json.decode(to_json(self.sizes)))
+        return record
 
     def outcome(self) -> str:
         """Time of the measurement. Raises StudyError if the record cannot be read."""
@@ -145,26 +150,34 @@ class Job(Run):
         write_atomically(self.path, to_json(record))
 
 
+def read_unit(path: Path, kind: Any) -> Record:
+    """Read the record of a unit. Raises Unreadable if it is damaged or of another version or unit."""
+    record: Record = read_record(path, kind, REMEDY, FORMAT)
+    with reading(path, REMEDY):
+        if str(record.unit) != path.stem:
+            raise ValueError(f"it is of {record.unit}")
+    return record
+
+
 def jobs_of(folder: Path, experiment: Experiment, preset: str) -> list[Job]:
     """Make a job of each unit of an experiment."""
     return [Job(folder, experiment, preset, unit) for unit in experiment.units(experiment.sizes[preset])]
 
 
-def of_records(folder: Path, preset: str, experiment: Experiment) -> Experiment:
+def recorded(folder: Path, preset: str, experiment: Experiment) -> Experiment:
     """Make the experiment on the units with records below a folder, with their sizes; unchanged without records. One
     that cannot be read is named on stderr and left out."""
-    found: list[tuple[Unit, Any]] = []
+    records: dict[Unit, Any] = {}
     for path in sorted((folder / experiment.name).glob("*-seed*.json")):
         try:
-            record = read_record(path, Record, REMEDY, FORMAT)
+            record = read_unit(path, Record)
             with reading(path, REMEDY):
-                if str(record.unit) != path.stem:
-                    raise ValueError(f"it is of {record.unit}")
-                found.append((record.unit, msgspec.convert(record.sizes, type(experiment.sizes[preset]))))
+                records[record.unit] = msgspec.convert(record.sizes, type(experiment.sizes[preset]))
         except Unreadable as error:
             print(f"left out: {error}", file=sys.stderr)
-    if not found:
+    if not records:
         return experiment
-    (_, sizes), units = found[0], [unit for unit, _ in found]
+    sizes = next(iter(records.values()))
     usual = experiment.units(sizes)
-    return replace(experiment, sizes={preset: sizes}, units=lambda _: usual if {*units} <= {*usual} else units)
+    units = usual if records.keys() <= {*usual} else list(records)
+    return replace(experiment, sizes={preset: sizes}, units=lambda _: units)

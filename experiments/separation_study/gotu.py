@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .claims import FAILS, HOLDS, Claim, Comparison, compare, within
+from .claims import FAILS, HOLDS, Claim, Comparison, compare, comparison, exact_claim, within
 from .diagonal import ADJOINTS, RULES, SOLVER, DiagonalCell, Rule
-from .frame import DERIVED, RECONSTRUCTION, Row, Rows, Section, Table, Unit, of_module
+from .frame import DERIVED, RECONSTRUCTION, Row, Section, Table, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
-from .summary import by_task, curves, log_ratios
+from .summary import by_task, curves, kinds, log_ratios
 
 D = 15
 WIDTH = 16  # of the DEQ; the FNN has as many parameters
@@ -97,12 +97,12 @@ def cube(d: int = D) -> Tensor:
 def walsh(values: Tensor) -> Tensor:
     """Transform values (2^d,) at the points of `cube` to Walsh coefficients (2^d,). Entry S belongs to the product of
     the coordinates whose bits are set in S."""
-    found, half = values.clone(), 1
+    sums, half = values.clone(), 1
     while half < len(values):
-        pairs = found.view(-1, 2, half)
-        found = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).flatten()
+        pairs = sums.view(-1, 2, half)
+        sums = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).flatten()
         half *= 2
-    return found / len(values)
+    return sums / len(values)
 
 
 def degrees(d: int = D) -> Tensor:
@@ -183,8 +183,8 @@ def hold_out(rule: Rule, initial: float) -> HoldOut:
         output = block(x).sum(1) if block else x @ weight.square()
         gradients = torch.autograd.grad((output + bias - x @ target).square().mean() / 2, [weight, bias])
         with torch.no_grad():
-            for one, gradient in zip((weight, bias), gradients, strict=True):
-                one.sub_(step * gradient)
+            for parameter, gradient in zip((weight, bias), gradients, strict=True):
+                parameter.sub_(step * gradient)
     beta = cell.beta if block else weight.detach().square()
     measured = float((bias.detach() - beta[0] + HELD).square() + (beta - target)[1:].square().sum())
     return HoldOut(rule.name, initial, predicted_error(rule, initial), measured)
@@ -207,11 +207,11 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     with torch.no_grad():
         spectra = [walsh(everywhere(network, points)) for _, network in learnt]
     interpolator = walsh(evaluate(target.interpolator, points))
-    energies = [torch.zeros(D + 1, dtype=DOUBLE).index_add(0, degrees(), one.square()) for one in spectra]
+    energies = [torch.zeros(D + 1, dtype=DOUBLE).index_add(0, degrees(), spectrum.square()) for spectrum in spectra]
     return Result(
         networks=tuple(trained for trained, _ in learnt),
-        energies=tuple(tuple(one.tolist()) for one in energies),
-        to_interpolator=tuple(float((one - interpolator).square().sum()) for one in spectra),
+        energies=tuple(tuple(energy.tolist()) for energy in energies),
+        to_interpolator=tuple(float((spectrum - interpolator).square().sum()) for spectrum in spectra),
     )
 
 
@@ -222,83 +222,58 @@ def units(sizes: Sizes) -> list[Unit]:
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the error on the unseen part, what is learnt in its place, and the canonical hold-out's prediction."""
-    notes = (
-        "Targets on {-1, 1}^15: f1 = x0 x1 - 1.25 x1 x2 + 1.5 x2 x0, seen if x0 x1 x2 = 1; f2 = x0 x1, seen if x0 = 1 "
-        "or x1 = 1. Canonical hold-out: a linear function, seen if x_k = 1.",
-        "The diagonal DEQ has inputs (x, -x) and a bias. The FNN has at most the DEQ's parameters. The minimum-degree "
-        "interpolator is the polynomial of least degree that fits the seen part.",
-        "Training and validation samples are of the seen part.",
-        sizes.course.note,
-        "The hold-out was trained by gradient descent, because its prediction is for gradient flow.",
-    )
     tasks = by_task(results)
-    holdouts = [one for result in tasks.pop("holdout", []) for one in result.holdouts]
+    holdouts = [holdout for result in tasks.pop("holdout", []) for holdout in result.holdouts]
     claims, tables, pictures = [], [], []
     if tasks:
-        networks = {name: [one.networks for one in found] for name, found in tasks.items()}
+        networks = {name: [result.networks for result in by_seed] for name, by_seed in tasks.items()}
         claims = compare(_comparisons(networks))
-        rows = [row for name, found in tasks.items() for row in _rows(name, found)]
+        rows = [row for name, by_seed in tasks.items() for row in _rows(name, by_seed)]
         tables.append(Table("Errors on the unseen part", RECONSTRUCTION, rows, "Means over seeds and all 2^15 points."))
         title = "Generalisation on the unseen"
         pictures.append(curves("gotu", title, RECONSTRUCTION, networks, "unseen", "error on all unseen points"))
     if holdouts:
         claims += _holdout_claims(holdouts)
-        shown: Rows = [
+        shown: list[Row] = [
             {
-                "network": one.rule,
-                "β(0)": f"{one.initial:g}",
-                "predicted": f"{one.predicted:.4g}",
-                "by descent": f"{one.measured:.4g}",
+                "network": each.rule,
+                "β(0)": f"{each.initial:g}",
+                "predicted": f"{each.predicted:.4g}",
+                "by descent": f"{each.measured:.4g}",
             }
-            for one in holdouts
+            for each in holdouts
         ]
         least = f"For β(0) → 0 it tends to {4 * HELD**2:g}, the error of the minimum-degree interpolator."
         tables.append(Table("Canonical hold-out: error on the unseen half", DERIVED, shown, least))
-    return Section(notes, claims, tables, pictures)
+    return Section(notes("gotu", course=sizes.course.note), claims, tables, pictures)
 
 
 def _comparisons(tasks: dict[str, list[tuple[Trained, ...]]]) -> list[Comparison]:
-    compared = []
+    compared, by_kind, names = [], [kinds(seeds) for seeds in tasks.values()], ", ".join(tasks)
     for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
-        kinds = [list(zip(*seeds, strict=True)) for seeds in tasks.values()]
-        differences = [log_ratios(kind[index], kind[2], lambda one: one.error("unseen")) for kind in kinds]
-        seen = max(one.error("seen") for kind in kinds for one in kind[index])
-        reason = f"log10 ratio over {', '.join(tasks)}; its error on the seen part is at most {seen:.1e}"
-        compared.append(Comparison(f"The {label}'s GOTU error is below the FNN's", RECONSTRUCTION, differences, reason))
+        differences = [log_ratios(kind[index], kind[2], partial(Trained.error, name="unseen")) for kind in by_kind]
+        seen = max(network.error("seen") for kind in by_kind for network in kind[index])
+        compared.append(comparison("gotu trained", differences, label=label, tasks=names, seen=seen))
     return compared
 
 
 def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:
-    apart = max(abs(one.measured - one.predicted) / one.predicted for one in holdouts)
-    by_rule = {rule: [one for one in holdouts if one.rule == rule] for rule in dict.fromkeys(o.rule for o in holdouts)}
-    deq, network = by_rule.values()
-    lower = [one.predicted < other.predicted for one, other in zip(deq, network, strict=True)]
+    apart = max(abs(each.measured - each.predicted) / each.predicted for each in holdouts)
+    rules = dict.fromkeys(each.rule for each in holdouts)
+    deq, network = ([each for each in holdouts if each.rule == rule] for rule in rules)
+    lower = [each for each, other in zip(deq, network, strict=True) if each.predicted < other.predicted]
     usual = {rule.name: predicted_error(rule, USUAL[rule.name]) for rule in RULES if rule.name in USUAL}
-    starts = ", ".join(f"{one.initial:g}" for one, below in zip(deq, lower, strict=True) if below)
-    exact = partial(Claim, seeds=1, source=DERIVED)
+    starts, every = (", ".join(f"{each.initial:g}" for each in some) for some in (lower, deq))
+    below = HOLDS if len(lower) == len(deq) else FAILS
+    usually = HOLDS if usual["DEQ"] < usual["diagonal network"] else FAILS
     return [
-        exact(
-            claim="Canonical hold-out: descent ends at the predicted 4 (c_k - β_k)²",
-            verdict=within(apart, AGREES),
-            numbers=f"relative difference at most {apart:.1e}",
-            reason="deterministic; the difference is due to the step size",
-        ),
-        exact(
-            claim="Canonical hold-out: the diagonal DEQ's error is below the diagonal network's from the same β(0)",
-            verdict=HOLDS if all(lower) else FAILS,
-            numbers=f"lower at {starts or 'none'} of β(0) = {', '.join(f'{one.initial:g}' for one in deq)}",
-            reason="deterministic; holds only if it holds for every β(0)",
-        ),
-        exact(
-            claim="The same, each from its usual start: DEQ β(0) = 1 (w = 0), network β(0) = 1e-4 (small weights)",
-            verdict=HOLDS if usual["DEQ"] < usual["diagonal network"] else FAILS,
-            numbers=f"{usual['DEQ']:.3f} and {usual['diagonal network']:.3f}",
-            reason="deterministic; the start makes the difference, not the architecture",
-        ),
+        exact_claim("gotu predicted", within(apart, AGREES), 1, apart=apart),
+        exact_claim("gotu same start", below, 1, starts=starts or "none", every=every),
+        exact_claim("gotu usual start", usually, 1, deq=usual["DEQ"], network=usual["diagonal network"]),
     ]
 
 
-def _rows(name: str, found: list[Result]) -> Rows:
+def _rows(name: str, results: list[Result]) -> list[Row]:
     target, points = TARGETS[name], cube()
     seen = target.seen(points)
     share = float(seen.double().mean())
@@ -312,17 +287,16 @@ def _rows(name: str, found: list[Result]) -> Rows:
         return {"task": name, "network": network, **shown, "energy of degree 0, 1, 2, more": by_degree}
 
     rows = []
-    for index, one in enumerate(found[0].networks):
-        networks = [result.networks[index] for result in found]
+    for index, networks in enumerate(kinds([result.networks for result in results])):
         errors = [fmean(network.error(part) for network in networks) for part in ("seen", "unseen")]
-        apart = fmean(result.to_interpolator[index] for result in found)
-        energy = np.mean([result.energies[index] for result in found], axis=0).tolist()
-        rows.append(row(one.name, errors, apart, energy))
+        apart = fmean(result.to_interpolator[index] for result in results)
+        energy = np.mean([result.energies[index] for result in results], axis=0).tolist()
+        rows.append(row(networks[0].name, errors, apart, energy))
     degree = [sum(v * v for s, v in target.interpolator.items() if len(s) == n) for n in range(3)]
     return [*rows, row("minimum-degree interpolator", list(by_interpolator.values()), 0, degree)]
 
 
-GOTU = of_module(
+GOTU = experiment(
     __name__,
     "Generalisation on the unseen",
     quick=Sizes(Course(300, 128, (0.003, 0.01), 3), (0.3, 1.0), 2),

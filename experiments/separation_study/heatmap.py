@@ -11,12 +11,12 @@ import torch
 from runs import style
 from torch import Tensor, nn
 
-from .claims import Comparison, compare
+from .claims import compare, comparison
 from .diagonal import participation
-from .frame import RECONSTRUCTION, Picture, Row, Rows, Section, Table, Unit, of_module
+from .frame import RECONSTRUCTION, Picture, Row, Section, Table, Unit, experiment, notes
 from .gotu import TARGETS, DiagonalDEQ, evaluate
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, train
-from .summary import spread
+from .summary import kinds, spread
 
 D = 20  # inputs, and features of every network
 DEPTH = 3
@@ -93,67 +93,61 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
         f"FNN, {DEPTH} hidden": partial(FNN, D, D, DEPTH),
     }
     x, _ = Seen().points()
-    found, features = [], []
+    networks, features = [], []
     for name, make in makers.items():
         trained, network = train(name, make, Seen(), sizes.course, unit.seed)
         torch.manual_seed(unit.seed)
         features.append(Features(magnitudes(make(), x), magnitudes(network, x)))
-        found.append(trained)
-    return Result(tuple(found), tuple(features))
+        networks.append(trained)
+    return Result(tuple(networks), tuple(features))
 
 
-def units(sizes: Sizes) -> list[Unit]:
-    """Return a unit for each seed."""
-    return [Unit("f2", seed) for seed in range(sizes.seeds)]
+def tasks(sizes: Sizes) -> list[str]:
+    """Return the task."""
+    return ["f2"]
 
 
 def density(values: tuple[float, ...]) -> tuple[float, float]:
     """Return the participation ratio, and the share of features above a tenth of the largest; 0, 0 if all are 0."""
-    found = np.array(values)
-    if not found.any():
+    features = np.array(values)
+    if not features.any():
         return 0.0, 0.0
-    return participation(found), float((found > SHARE * found.max()).mean())
+    return participation(features), float((features > SHARE * features.max()).mean())
 
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge whether a DEQ's features are denser than the FNN's, and whether training makes them so."""
-    found = list(results.values())
-    dense = {when: [[density(getattr(f, when)) for f in one.features] for one in found] for when in ("before", "after")}
+    by_seed, dense = list(results.values()), {}
+    for when in ("before", "after"):
+        dense[when] = [[density(getattr(each, when)) for each in result.features] for result in by_seed]
     after = [[ratio for ratio, _ in networks] for networks in dense["after"]]
-    trained = [start[1][0] - end[1] for start, end in zip(dense["before"], after, strict=True)]
     # The diagonal DEQ starts with coefficients β₊ - β₋ of 0, which have no density.
     differences = {
-        "The diagonal linear DEQ's features are denser than the FNN's": [one[2] - one[0] for one in after],
-        "The DEQ's features are denser than the FNN's": [one[2] - one[1] for one in after],
-        "Training makes the DEQ's features denser than they were at its start": trained,
+        "diagonal": [fnn - diagonal for diagonal, _, fnn in after],
+        "deq": [fnn - deq for _, deq, fnn in after],
+        "training": [start[1][0] - end[1] for start, end in zip(dense["before"], after, strict=True)],
     }
-    reason = "difference in participation ratio: FNN minus DEQ, or before minus after"
-    claims = compare([Comparison(claim, RECONSTRUCTION, [one], reason) for claim, one in differences.items()])
-    rows: Rows = []
-    for index, network in enumerate(found[0].networks):
-        row: Row = {"network": network.name, "error": spread(one.networks[index].error("seen") for one in found)}
+    claims = compare([comparison(f"heatmap {name}", [seeds]) for name, seeds in differences.items()])
+    rows: list[Row] = []
+    for index, networks in enumerate(kinds([result.networks for result in by_seed])):
+        row: Row = {"network": networks[0].name, "error": spread(network.error("seen") for network in networks)}
         for when, seeds in dense.items():
-            ratios, shares = zip(*(one[index] for one in seeds), strict=True)
+            ratios, shares = zip(*(each[index] for each in seeds), strict=True)
             row |= {f"participation, {when}": spread(ratios, ".2f"), f"above a tenth, {when}": spread(shares, ".2f")}
         rows.append(row)
-    notes = (
-        "The target is f2 = x0 x1 on {-1, 1}^20, seen if x0 = 1 or x1 = 1. Each network has 20 features.",
-        "The diagonal DEQ's features are |β_i| at every point, because |x_i| = 1. ReLU features are often 0, whatever "
-        "the network learns. Each network is therefore compared with its own start.",
-        "The diagonal DEQ has coefficients of two signs, which start equal and cancel. With one sign all its features "
-        "would start at 1, and so be dense before training.",
-    )
     note = "Medians and ranges over seeds. Above a tenth: the share of features above a tenth of the largest."
-    return Section(notes, claims, [Table("Density of the features", RECONSTRUCTION, rows, note)], [_picture(found)])
+    tables = [Table("Density of the features", RECONSTRUCTION, rows, note)]
+    return Section(notes("heatmap"), claims, tables, [_picture(by_seed)])
 
 
-def _picture(found: list[Result]) -> Picture:
-    figure, axes = style.panels(len(found[0].networks), 2, height=1.2, sharex=True, sharey=True)
-    for index, (row, network) in enumerate(zip(axes, found[0].networks, strict=True)):
+def _picture(results: list[Result]) -> Picture:
+    networks = results[0].networks
+    figure, axes = style.panels(len(networks), 2, height=1.2, sharex=True, sharey=True)
+    for index, (row, network) in enumerate(zip(axes, networks, strict=True)):
         for axis, when in zip(row, ("before", "after"), strict=True):
-            image = np.array([getattr(one.features[index], when) for one in found])
+            image = np.array([getattr(result.features[index], when) for result in results])
             shown = axis.imshow(image / max(image.max(), 1e-12), vmin=0, vmax=1, aspect="auto")
-            axis.set(title=f"{network.name}, {when} training", xticks=range(0, D, 5), yticks=range(len(found)))
+            axis.set(title=f"{network.name}, {when} training", xticks=range(0, D, 5), yticks=range(len(results)))
             style.bare(axis)
         row[0].set_ylabel("seed")
     figure.supxlabel("feature")
@@ -162,7 +156,7 @@ def _picture(found: list[Result]) -> Picture:
     return Picture("heatmap", "Feature heat maps", RECONSTRUCTION, caption, figure)
 
 
-HEATMAP = of_module(
+HEATMAP = experiment(
     __name__,
     "Feature heat maps",
     quick=Sizes(Course(200, 128, (0.003, 0.01), 2), 2),

@@ -17,11 +17,6 @@ CLIP = 1.0  # bound on the norm of a gradient, of all networks
 SOLVER = deqfast.Broyden(rtol=1e-8, max_iter=100, history_size=30)
 ADJOINT = deqfast.Implicit(deqfast.Broyden(rtol=1e-6, max_iter=50))
 DOUBLE = torch.float64
-MATCHED = (  # notes of a report
-    "An FNN has the largest width with at most the DEQ's parameters, or with at most its FLOPs per training step.",
-    "The DEQ's FLOPs count the evaluations of both solves, without Broyden's own products. The FNNs' FLOPs include a "
-    "gradient of the input, which is not computed. Both choices favour the DEQ.",
-)
 
 
 class DEQ(nn.Module):
@@ -183,8 +178,8 @@ def train(
         flops=network.flops() if isinstance(network, (DEQ, FNN)) else None,
         trials=tuple(trials),
         steps=tuple(marks),
-        errors={key: tuple(finite(one[key]) for one in errors) for key in errors[0]},
-        largest_weight=max(float(one.detach().abs().max()) for one in network.parameters()),
+        errors={key: tuple(finite(mark[key]) for mark in errors) for key in errors[0]},
+        largest_weight=max(float(weight.detach().abs().max()) for weight in network.parameters()),
         converged=getattr(network, "converged", 1.0),
     ), network
 
@@ -212,8 +207,8 @@ def _trial(
         schedule.step()
         if bound is not None:
             with torch.no_grad():
-                for one in network.parameters():
-                    one.clamp_(-bound, bound)
+                for weight in network.parameters():
+                    weight.clamp_(-bound, bound)
 
 
 def _generator(seed: int, purpose: int) -> torch.Generator:

@@ -59,25 +59,23 @@ def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] |
     finished = [job for job in jobs if job.finished]
     if not finished:
         return None
-    found: dict[Job, Record] = {}
-    left_out = unreadable(finished, lambda job: found.update({job: job.record}))
-    section, unfit = made(found, lambda some: experiment.section(sizes, {one.unit: one.result for one in some}))
+    records: dict[Job, Record] = {}
+    left_out = unreadable(finished, lambda job: records.update({job: job.record}))
+    section, unfit = made(records, lambda some: experiment.section(sizes, {each.unit: each.result for each in some}))
     left_out |= unfit
     part = {"title": experiment.title, "left_out": list(left_out.values()), "measured": section is not None}
     if section is None:
         return part
-    records = {job: record for job, record in found.items() if job not in left_out}
+    used = [record for job, record in records.items() if job not in left_out]
     for picture in section.pictures:
         write_atomically(folder / "figures" / f"{picture.name}.png", png(picture.figure))
     missing = [str(job) for job in jobs if not job.finished]
-    last = max(one.finished for one in records.values())
-    kinds = Counter((one.versions["torch"], one.machine.cpu, str(one.commit)[:7]) for one in records.values())
-    origins = "; ".join(
-        f"{n} with torch {torch} on {cpu} at commit {commit}" for (torch, cpu, commit), n in kinds.items()
-    )
+    last = max(record.finished for record in used)
+    origins = Counter((record.versions["torch"], record.machine.cpu, str(record.commit)[:7]) for record in used)
+    shown = "; ".join(f"{n} with torch {torch} on {cpu} at commit {at}" for (torch, cpu, at), n in origins.items())
     return part | {
         **vars(section),
         "verdicts": list(map(vars, section.claims)),
         "missing": missing if len(missing) <= LISTED else [f"{len(missing)} units"],
-        "provenance": f"{len(records)} of {len(jobs)} units: {origins}; finished {last}",
+        "provenance": f"{len(used)} of {len(jobs)} units: {shown}; finished {last}",
     }

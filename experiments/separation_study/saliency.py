@@ -28,8 +28,8 @@ from scipy import stats
 from torch import Tensor
 from tqdm import tqdm
 
-from .claims import Comparison, compare
-from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit, of_module
+from .claims import Comparison, compare, comparison
+from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit, experiment, notes
 
 DRAWN_ARMS = ("explicit", "tied-1", "deq-implicit")
 CONTROLS = ("explicit", "explicit-norm", "once", "tied-1")  # what a DEQ is compared with
@@ -87,7 +87,7 @@ def spread(maps: Tensor, suffix: str = "") -> dict[str, float | None]:
     means: dict[str, float | None] = {"entropy": None, "half": None}
     if len(full):
         means = {"entropy": float(stats.entropy(full, axis=1, base=2).mean()), "half": float(half_mass(full).mean())}
-    return {f"{name}{suffix}": one for name, one in {**means, "empty": 1 - len(full) / len(flat)}.items()}
+    return {f"{name}{suffix}": value for name, value in {**means, "empty": 1 - len(full) / len(flat)}.items()}
 
 
 @torch.no_grad()
@@ -118,10 +118,10 @@ def measure_arm(network: ResNet18, settings: Settings, images: Tensor, labels: T
     maps, classes = explain(network, images)
     control, _ = explain(randomised(network, settings), images, classes)
     pairs = zip(maps.flatten(1), control.flatten(1), strict=True)
-    ranks = [stats.spearmanr(*pair).statistic for pair in pairs if all(one.max() > one.min() for one in pair)]
+    ranks = [stats.spearmanr(*pair).statistic for pair in pairs if all(part.max() > part.min() for part in pair)]
     values = {"accuracy": float((classes == labels).double().mean()), **spread(maps), **spread(control, RANDOM)}
     values["rank correlation"] = float(np.mean(ranks)) if ranks else None
-    return Arm(settings.arm, values, tuple(tuple(one) for one in maps[:EXAMPLES].flatten(1).tolist()))
+    return Arm(settings.arm, values, tuple(map(tuple, maps[:EXAMPLES].flatten(1).tolist())))
 
 
 def load_run(path: Path, root: Path) -> tuple[ResNet18, Settings]:
@@ -157,8 +157,8 @@ def measure(sizes: Sizes, unit: Unit, runs: Runs | None = None, root: Path = Pat
     settings = networks[0][1]
     data = load(find_source(settings.dataset, root), settings, torch.device("cpu"))
     images, labels = data.test_images[: sizes.images], data.test_labels[: sizes.images]
-    arms = [measure_arm(network, one, data.normalise(images), labels) for network, one in networks]
-    shown = tuple(one.permute(1, 2, 0).numpy().tobytes() for one in images[:EXAMPLES])
+    arms = [measure_arm(network, own, data.normalise(images), labels) for network, own in networks]
+    shown = tuple(image.permute(1, 2, 0).numpy().tobytes() for image in images[:EXAMPLES])
     return Result(len(images), shown, tuple(arms))
 
 
@@ -174,54 +174,42 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         for arm in result.arms:
             tasks.setdefault(unit.task, {}).setdefault(arm.name, {})[unit.seed] = arm
     compared = [
-        _broader(f"{task}: the maps of {name} are broader than those of {control}", arm, arms[control])
+        _broader(arm, arms[control], task=task, arm=name, control=control)
         for task, arms in tasks.items()
         for name, arm in arms.items()
         for control in CONTROLS
         if name.startswith("deq") and control in arms
     ]
     rows = [_row(task, list(arm.values())) for task, arms in tasks.items() for arm in arms.values()]
-    counts = sorted({str(result.images) for result in results.values()})
-    notes = (
-        f"The paper says that a DEQ's maps are broader. Networks: {sizes.networks}.",
-        "A map is Grad-CAM of the last block's output, for the class that the network predicts. All arms have the same "
-        f"{', '.join(counts)} test images. Logits are linear in the mean over positions. The weights of the channels "
-        "are therefore the classifier's.",
-        "A map has 4 x 4 positions. A uniform map has an entropy of 4 bits, and half of it is in 8 positions. Nothing "
-        "finer can be seen.",
-        "Arms end differently: explicit with a ReLU, the others with a GroupNorm. The fairer controls are therefore "
-        "once, which is the cell evaluated once, and explicit-norm, if they were measured.",
-        "Random: maps with random weights in the last block and the classifier, for the same images and classes. If "
-        f"an arm's maps have a rank correlation above {SURVIVES:g} with these, they show little that was learnt there.",
-    )
+    images = ", ".join(sorted({str(result.images) for result in results.values()}))
     note = "Means and standard deviations over seeds. Empty maps have no entropy. They are counted and left out."
     tables = [Table("Breadth of Grad-CAM's maps", RECONSTRUCTION, rows, note)]
-    unit, first = next(iter(results.items()))
-    return Section(notes, compare(compared), tables, [_picture(unit, first)])
+    items = notes("saliency", networks=sizes.networks, images=images, survives=SURVIVES)
+    return Section(items, compare(compared), tables, [_picture(*next(iter(results.items())))])
 
 
-def _broader(claim: str, deq: dict[int, Arm], control: dict[int, Arm]) -> Comparison:
+def _broader(deq: dict[int, Arm], others: dict[int, Arm], **names: str) -> Comparison:
     def differences(name: str) -> list[float]:
-        pairs = [(deq[seed].values[name], control[seed].values[name]) for seed in deq if seed in control]
-        return [one - other for one, other in pairs if one is not None and other is not None]
+        pairs = [(deq[seed].values[name], others[seed].values[name]) for seed in deq if seed in others]
+        return [own - other for own, other in pairs if own is not None and other is not None]
 
     survives = np.mean([arm.values["rank correlation"] or 0 for arm in deq.values()]) > SURVIVES
     held = differences("half")
-    reason = (
-        f"difference in bits of entropy; in positions with half of a map: {np.mean(held) if held else math.nan:+.2f}"
-    )
-    reason += "; the DEQ's maps correlate with those of random weights" if survives else ""
-    accuracy = float(np.mean([arm.values["accuracy"] for arm in (*deq.values(), *control.values())]))
-    positions = len(next(iter(deq.values())).maps[0])
-    reason += f"; weak evidence: these networks are {accuracy:.0%} accurate, and a map has {positions} positions"
-    return Comparison(claim, RECONSTRUCTION, [differences("entropy")], reason, judged=not survives, greater=True)
+    accuracy = float(np.mean([arm.values["accuracy"] for arm in (*deq.values(), *others.values())]))
+    shown = {
+        "half": np.mean(held) if held else math.nan,
+        "random": "; the DEQ's maps correlate with those of random weights" if survives else "",
+        "accuracy": accuracy,
+        "positions": len(next(iter(deq.values())).maps[0]),
+    }
+    return comparison("saliency", [differences("entropy")], not survives, greater=True, **names, **shown)
 
 
 def _row(task: str, seeds: list[Arm]) -> Row:
     row: Row = {"task": task, "arm": seeds[0].name, "seeds": len(seeds)}
     for name in seeds[0].values:
-        found = [one for arm in seeds if (one := arm.values[name]) is not None]
-        row[name] = f"{np.mean(found):.2f}±{np.std(found):.2f}" if found else "–"
+        known = [value for arm in seeds if (value := arm.values[name]) is not None]
+        row[name] = f"{np.mean(known):.2f}±{np.std(known):.2f}" if known else "–"
     return row
 
 
@@ -232,9 +220,9 @@ def _picture(unit: Unit, result: Result) -> Picture:
     axes[0, 0].set_ylabel("image")
     for row, arm in zip(axes[1:], result.arms, strict=True):
         row[0].set_ylabel(arm.name)
-        for axis, one in zip(row, arm.maps, strict=True):
-            side = math.isqrt(len(one))
-            axis.imshow(np.reshape(one, (side, side)), cmap="magma", vmin=0)
+        for axis, part in zip(row, arm.maps, strict=True):
+            side = math.isqrt(len(part))
+            axis.imshow(np.reshape(part, (side, side)), cmap="magma", vmin=0)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
         style.bare(axis)
@@ -242,27 +230,25 @@ def _picture(unit: Unit, result: Result) -> Picture:
     return Picture("saliency", "Grad-CAM's maps", RECONSTRUCTION, caption, figure)
 
 
-SALIENCY = of_module(
-    __name__,
-    "Saliency",
-    quick=Sizes(100, 2, 2, 40),
-    full=Sizes(500, 5, 10, 100),
-)
+SALIENCY = experiment(__name__, "Saliency", quick=Sizes(100, 2, 2, 40), full=Sizes(500, 5, 10, 100))
 
 
-def of_runs(folder: Path, root: Path) -> Experiment:
+def finished(folder: Path, root: Path) -> Experiment:
     """Make the experiment on the finished runs below a folder, whose CIFAR files are under root; StudyError if there
     are none. Of several experiments it takes the one that the study's report has first."""
-    groups = [one for one in collect([folder]).groups if one.experiment.evaluate == "test"]
+    groups = [group for group in collect([folder]).groups if group.experiment.evaluate == "test"]
     if not groups:
         raise StudyError(f"--runs {folder}: there must be a finished run of study.py or cifar_lt.py in it")
-    found: dict[Unit, dict[str, Path]] = {}
+    arms: dict[Unit, dict[str, Path]] = {}
     for (setting, arm), seeds in groups[0].runs.items():
         for seed, run in seeds.items():
-            found.setdefault(Unit(f"{setting.dataset}-{setting.slug}", seed), {})[arm] = run.path
+            arms.setdefault(Unit(f"{setting.dataset}-{setting.slug}", seed), {})[arm] = run.path
     find_source(groups[0].experiment.dataset, root)  # an error now rather than in a unit
-    runs = {unit: tuple(arms[arm] for arm in ARMS if arm in arms) for unit, arms in sorted(found.items())}
-    sizes = {preset: replace(one, networks=f"runs of {groups[0].name}") for preset, one in SALIENCY.sizes.items()}
+    runs = {unit: tuple(paths[arm] for arm in ARMS if arm in paths) for unit, paths in sorted(arms.items())}
+    networks = f"runs of {groups[0].name}"
     return replace(
-        SALIENCY, sizes=sizes, units=partial(units, runs=runs), measure=partial(measure, runs=runs, root=root)
+        SALIENCY,
+        sizes={preset: replace(sizes, networks=networks) for preset, sizes in SALIENCY.sizes.items()},
+        units=partial(units, runs=runs),
+        measure=partial(measure, runs=runs, root=root),
     )

@@ -15,10 +15,10 @@ from torch import Tensor
 import deqfast
 from deqfast.solvers import Solver
 
-from .claims import FAILS, HOLDS, Claim, Comparison, compare
-from .frame import DERIVED, EXACT, RECONSTRUCTION, Section, Unit, of_module
-from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, train
-from .summary import best_of, by_task, curves, log_ratios, networks_table
+from .claims import Comparison, compare, comparison, exact_claim, within
+from .frame import RECONSTRUCTION, Section, Unit, experiment, notes
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
+from .summary import Value, best_of, by_task, curves, kinds, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that it can represent all tasks
 DEPTHS = (1, 3)  # hidden layers of the FNNs
@@ -63,8 +63,8 @@ def exact_deq(k: int, width: int) -> DEQ:
     cell, readout = network.block.cell, network.readout
     assert isinstance(cell, deqfast.FCCell)
     with torch.no_grad():
-        for one in network.parameters():
-            one.zero_()
+        for weight in network.parameters():
+            weight.zero_()
         cell.injection.weight[0] = 1
         readout.weight[0, 0] = 2.0**k
         for t in range(1, k + 1):
@@ -111,8 +111,8 @@ def noisy_deq(k: int) -> DEQ:
     """Make the exact DEQ with noise on all weights."""
     network = exact_deq(k, WIDTH)
     with torch.no_grad():
-        for one in network.parameters():
-            one.add_(NOISE * torch.randn_like(one))
+        for weight in network.parameters():
+            weight.add_(NOISE * torch.randn_like(weight))
     return network
 
 
@@ -122,21 +122,21 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     learn = partial(train, task=Sawtooth(k), course=sizes.course, seed=unit.seed)
     deq, network = learn("DEQ", lambda: DEQ(1, WIDTH))
     assert isinstance(network, DEQ)
-    found = [deq]
+    trained = [deq]
     for depth in DEPTHS:
         for rule, width in (
             ("parameters", matched_width(1, depth, deq.parameters, count_parameters)),
             ("FLOPs", matched_width(1, depth, network.flops(), FNN.flops)),
         ):
-            found.append(learn(f"FNN, {depth} hidden, equal {rule}", partial(FNN, 1, width, depth))[0])
+            trained.append(learn(f"FNN, {depth} hidden, equal {rule}", partial(FNN, 1, width, depth))[0])
     if k in sizes.exact_ks:
-        found.append(learn(EXACT_START, partial(noisy_deq, k))[0])
-    return Result(exact_error(k), tuple(found))
+        trained.append(learn(EXACT_START, partial(noisy_deq, k))[0])
+    return Result(exact_error(k), tuple(trained))
 
 
-def units(sizes: Sizes) -> list[Unit]:
-    """Return a unit for each k and seed."""
-    return [Unit(f"k{k}", seed) for k in sizes.ks for seed in range(sizes.seeds)]
+def tasks(sizes: Sizes) -> list[str]:
+    """Return a task for each k."""
+    return [f"k{k}" for k in sizes.ks]
 
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
@@ -144,64 +144,57 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
 
     Tasks that no network learns are a separate claim without a verdict: pooled, they would hide the others.
     """
-    tasks = {task: [one.networks for one in found] for task, found in by_task(results).items()}
+    networks = {task: [result.networks for result in by_seed] for task, by_seed in by_task(results).items()}
     worst = max(result.exact_error for result in results.values())
-    existence = Claim(
-        "A DEQ of k + 1 units equals the sawtooth of 2^k pieces",
-        HOLDS if worst == 0 else FAILS,
-        f"largest error {worst:.1e}",
-        sizes.seeds,
-        EXACT,
-        "a claim about existence: the construction is checked on a dyadic grid in float64, not trained",
-    )
-    trained = {task: [one for one in chain(*seeds) if one.name != EXACT_START] for task, seeds in tasks.items()}
-    idle = [task for task, networks in trained.items() if min(map(last_error, networks)) > LEARNT]
-    groups = [[task] for task in tasks if task not in idle] + ([idle] if idle else [])
-    compared = [_comparison(rule, {k: tasks[k] for k in group}) for group in groups for rule in ("parameters", "FLOPs")]
-    if starts := [seeds for seeds in tasks.values() if seeds[0][-1].name == EXACT_START]:
-        compared.append(_stays([[networks[-1] for networks in seeds] for seeds in starts]))
-    half = {task: Sawtooth(int(task[1:])).errors(lambda x: torch.full_like(x[:, 0], 0.5))["test"] for task in tasks}
-    notes = (
-        "The first claim is about a construction, which needs no training. The others are about what training finds.",
-        "Task k1 has two pieces, and each further k twice as many. Errors are mean squared errors on fresh points, in "
-        "units of 1/12, the error of the best constant. A network has learnt nothing if it has the error of that "
-        f"constant, 1/2, on the same points: {', '.join(f'{error:.3f} ({task})' for task, error in half.items())}.",
-        f"Every network's error stays above {LEARNT:g} in: {', '.join(idle) or 'no task'}.",
-        f"The DEQ has {WIDTH} units.",
-        *MATCHED,
-        sizes.course.note,
-    )
-    columns: dict[str, Callable[[Trained], float]] = {"error": last_error, "share solved": lambda one: one.converged}
-    table = networks_table("Errors on the sawtooth", RECONSTRUCTION, tasks, columns)
-    picture = curves("sawtooth", "Training on the sawtooth", RECONSTRUCTION, tasks, "test", "error / (1/12)", level=1)
-    return Section(notes, [existence, *compare(compared)], [table], [picture])
+    existence = exact_claim("sawtooth exact", within(worst, 0), sizes.seeds, worst=worst)
+    trained = {task: [each for each in chain(*seeds) if each.name != EXACT_START] for task, seeds in networks.items()}
+    idle = [task for task, some in trained.items() if min(map(last_error, some)) > LEARNT]
+    groups = [[task] for task in networks if task not in idle] + ([idle] if idle else [])
+    rules = ("parameters", "FLOPs")
+    compared = [_comparison(rule, {task: networks[task] for task in group}) for group in groups for rule in rules]
+    if starts := [seeds for seeds in networks.values() if seeds[0][-1].name == EXACT_START]:
+        compared.append(_stays([[some[-1] for some in seeds] for seeds in starts]))
+    half = {task: Sawtooth(int(task[1:])).errors(lambda x: torch.full_like(x[:, 0], 0.5))["test"] for task in networks}
+    shown = {"half": ", ".join(f"{error:.3f} ({task})" for task, error in half.items()), "learnt": LEARNT}
+    items = notes("sawtooth", idle=", ".join(idle) or "no task", width=WIDTH, **shown)
+    columns: dict[str, Value] = {"error": last_error, "share solved": lambda network: network.converged}
+    table = networks_table("Errors on the sawtooth", RECONSTRUCTION, networks, columns)
+    title, label = "Training on the sawtooth", "error / (1/12)"
+    picture = curves("sawtooth", title, RECONSTRUCTION, networks, "test", label, level=1)
+    items += [*notes("matched"), sizes.course.note]
+    return Section(items, [existence, *compare(compared)], [table], [picture])
 
 
 def _comparison(rule: str, tasks: dict[str, list[tuple[Trained, ...]]]) -> Comparison:
     differences, rivals, learnt = [], [], False
     for task, seeds in tasks.items():
-        own, *others = zip(*seeds, strict=True)
+        own, *others = kinds(seeds)
         rival = best_of([kind for kind in others if kind[0].name.endswith(f"equal {rule}")])
         differences.append(log_ratios(own, rival, last_error))
         rivals.append(f"{rival[0].name} ({task})")
         learnt |= min(map(last_error, (*own, *rival))) <= LEARNT
-    every = [one for task in differences for one in task]
-    worse = sum(one > 0 for one in every)
-    reason = f"log10 ratio to the FNN that is best in validation: {'; '.join(rivals)}; the DEQ is worse in {worse} of "
-    reason += f"{len(every)} pairs; geometric mean of the ratios: {10 ** fmean(every):.2g}"
-    reason += "" if learnt else f"; no network learns: all errors are above {LEARNT:g}"
-    claim = f"{', '.join(tasks)}: trained, the DEQ's error is below the FNN's at equal {rule}"
-    return Comparison(claim, RECONSTRUCTION, differences, reason, judged=learnt)
+    every = [*chain(*differences)]
+    return comparison(
+        "sawtooth trained",
+        differences,
+        learnt,
+        tasks=", ".join(tasks),
+        rule=rule,
+        rivals="; ".join(rivals),
+        worse=sum(ratio > 0 for ratio in every),
+        pairs=len(every),
+        mean=10 ** fmean(every),
+        idle="" if learnt else f"; no network learns: all errors are above {LEARNT:g}",
+    )
 
 
 def _stays(tasks: list[list[Trained]]) -> Comparison:
-    starts = [[replace(one, errors={"test": one.errors["test"][:1]}) for one in seeds] for seeds in tasks]
+    starts = [[replace(each, errors={"test": each.errors["test"][:1]}) for each in seeds] for seeds in tasks]
     differences = [log_ratios(seeds, start, last_error) for seeds, start in zip(tasks, starts, strict=True)]
-    claim = f"From the exact weights with noise of {NOISE:g}, training lowers the error"
-    return Comparison(claim, DERIVED, differences, "log10 ratio of the last error to the first")
+    return comparison("sawtooth stays", differences, noise=NOISE)
 
 
-SAWTOOTH = of_module(
+SAWTOOTH = experiment(
     __name__,
     "Sawtooth",
     quick=Sizes((1, 3, 5, 10, 15), (3,), Course(150, 128, (0.003, 0.01), 5), 1),

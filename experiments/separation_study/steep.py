@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from statistics import fmean
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor
 
 import deqfast
 
-from .claims import Claim, Comparison, compare, within
-from .frame import DERIVED, RECONSTRUCTION, Picture, Section, Unit, of_module
+from .claims import Comparison, compare, comparison, exact_claim, within
+from .frame import RECONSTRUCTION, Picture, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
-from .summary import best_of, by_task, log_ratios, networks_table
+from .summary import Value, best_of, by_task, kinds, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ; the FNNs have as many parameters
 DEPTHS = (1, 3)
@@ -34,6 +35,8 @@ ROUNDING = 1e-9
 SAMPLINGS = ("uniform", "concentrated")
 # Picard needs about 2^d evaluations at x₁ = 1; Anderson solves a linear map of one unknown in three.
 SOLVER = deqfast.Anderson(rtol=1e-13, max_iter=50)
+largest_weight = attrgetter("largest_weight")
+largest_error = partial(Trained.error, name="largest")
 
 
 @dataclass(frozen=True)
@@ -124,108 +127,79 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     for depth in DEPTHS:
         makers[f"FNN, {depth} hidden"] = partial(FNN, d, matched_width(d, depth, budget, count_parameters), depth)
     free = tuple(learn(f"{name}, free", make)[0] for name, make in makers.items())
-    bound = BOUND * min(one.largest_weight for one in free)
+    bound = BOUND * min(map(largest_weight, free))
     bounded = tuple(learn(f"{name}, bounded", make, bound=bound)[0] for name, make in makers.items())
     return Result(exact_error(d), free, bound, bounded)
 
 
-def units(sizes: Sizes) -> list[Unit]:
-    """Return a unit for each d, sampling and seed."""
-    return [Unit(f"d{d}-{s}", seed) for d in sizes.dimensions for s in SAMPLINGS for seed in range(sizes.seeds)]
+def tasks(sizes: Sizes) -> list[str]:
+    """Return a task for each d and sampling."""
+    return [f"d{d}-{sampling}" for d in sizes.dimensions for sampling in SAMPLINGS]
 
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the exact fixed point, the weights at comparable loss, and the errors under a bound on the weights."""
     worst = max(result.exact_error for result in results.values())
-    existence = Claim(
-        "A DEQ with weights of at most 1 equals the steep function",
-        within(worst, ROUNDING),
-        f"largest error {worst:.1e}",
-        sizes.seeds,
-        DERIVED,
-        f"a claim about existence: u is solved, not trained, for each d down to δ = 2^-{max(sizes.dimensions)}",
-    )
-    tasks = by_task(results)
+    largest = max(sizes.dimensions)
+    existence = exact_claim("steep exact", within(worst, ROUNDING), sizes.seeds, worst=worst, largest=largest)
     dimensions: dict[str, dict[str, list[Result]]] = {}
-    for task, found in tasks.items():
-        dimensions.setdefault(task.split("-")[0], {})[task] = found
-    judge = (_weights, _bounded)
-    claims = [existence, *compare([one(d, found) for one in judge for d, found in dimensions.items()])]
-    notes = (
-        f"The DEQ has {WIDTH} ReLU units, the FNNs at most its parameters, in float64.",
-        sizes.course.note,
-        "The MSE is the mean squared error under uniform x, in units of the zero function's error, which is about δ. A "
-        "network at 1 has learnt nothing. The loss is under the task's own sampling, in units of the zero function's.",
-        "Concentrated: half of the samples are near the step. Uniform samples miss a narrow step. With them a small "
-        "loss does not show that a network has learnt the step.",
-        f"Bounded: no weight exceeds {BOUND:g} times the smallest of the largest weights of the seed's free networks. "
-        "The bound restricts networks with large free weights more. This is often the FNN; each reason has the shares.",
-        f"A task is learnt if a network has a loss of at most {LEARNT:g} and a largest error of at most {SEES:g}. The "
-        "second condition was added after the results had been seen. Each d has its own verdict.",
-        "The paper also claims that an FNN's weights grow with d. This is not tested, because it needs networks that "
-        "have learnt the step at every d.",
-    )
-    both = {task: [(*one.free, *one.bounded) for one in found] for task, found in tasks.items()}
-    columns: dict[str, Callable[[Trained], float]] = {
-        "loss": lambda one: one.loss,
-        "MSE": lambda one: one.error("mse"),
-        "largest error": lambda one: one.error("largest"),
-        "largest weight": lambda one: one.largest_weight,
+    for task, measured in by_task(results).items():
+        dimensions.setdefault(task.split("-")[0], {})[task] = measured
+    compared = [judge(d, measured) for judge in (_weights, _bounded) for d, measured in dimensions.items()]
+    networks = {task: [(*each.free, *each.bounded) for each in by_seed] for task, by_seed in by_task(results).items()}
+    columns: dict[str, Value] = {
+        "loss": lambda network: network.loss,
+        "MSE": partial(Trained.error, name="mse"),
+        "largest error": largest_error,
+        "largest weight": largest_weight,
     }
-    table = networks_table("Errors and weights on the steep function", RECONSTRUCTION, both, columns)
-    return Section(notes, claims, [table], [_picture(both)])
+    table = networks_table("Errors and weights on the steep function", RECONSTRUCTION, networks, columns)
+    items = notes("steep", width=WIDTH, course=sizes.course.note, bound=BOUND, learnt=LEARNT, sees=SEES)
+    return Section(items, [existence, *compare(compared)], [table], [_picture(networks)])
 
 
-def _pairs(found: list[Result], kind: str) -> tuple[Sequence[Trained], Sequence[Trained]]:
-    """Return for each seed the DEQ, and the FNN of the depth with the lowest mean validation loss."""
-    own, *others = zip(*(getattr(result, kind) for result in found), strict=True)
-    return own, best_of(others)
+def _pairs(tasks: dict[str, list[Result]], kind: str) -> dict[str, tuple[Sequence[Trained], Sequence[Trained]]]:
+    """Return of each task the DEQ, and the FNN of the depth with the lowest mean validation loss, each by seed."""
+    pairs: dict[str, tuple[Sequence[Trained], Sequence[Trained]]] = {}
+    for task, results in tasks.items():
+        own, *others = kinds([getattr(result, kind) for result in results])
+        pairs[task] = own, best_of(others)
+    return pairs
 
 
-def _learnt(pairs: tuple[Sequence[Trained], Sequence[Trained]]) -> bool:
-    return any(one.loss <= LEARNT and one.error("largest") <= SEES for seeds in pairs for one in seeds)
+def _learnt(pair: tuple[Sequence[Trained], Sequence[Trained]]) -> bool:
+    return any(each.loss <= LEARNT and largest_error(each) <= SEES for seeds in pair for each in seeds)
 
 
 def _weights(d: str, tasks: dict[str, list[Result]]) -> Comparison:
-    pairs = {task: _pairs(found, "free") for task, found in tasks.items()}
-    apart = {task: fmean(log_ratios(*pair, lambda one: one.loss)) for task, pair in pairs.items()}
+    pairs = _pairs(tasks, "free")
+    apart = {task: fmean(log_ratios(*pair, lambda network: network.loss)) for task, pair in pairs.items()}
     judged = [task for task, pair in pairs.items() if _learnt(pair) and abs(apart[task]) <= COMPARABLE]
     losses = ", ".join(f"{10 ** apart[task]:.2f}" for task in judged)
-    compared = f"judged on {', '.join(judged)}, with losses of {losses} times the FNN's"
-    basis = compared if judged else _idle(pairs, ", or losses are not comparable,")
-    return Comparison(
-        f"{d}: at comparable loss the DEQ's largest weight is below the FNN's",
-        RECONSTRUCTION,
-        [log_ratios(*pairs[task], lambda one: one.largest_weight) for task in judged or pairs],
-        f"log10 ratio; {basis}",
-        judged=bool(judged),
-    )
+    basis = f"judged on {', '.join(judged)}, with losses of {losses} times the FNN's"
+    basis = basis if judged else _idle(pairs, ", or losses are not comparable,")
+    differences = [log_ratios(*pairs[task], largest_weight) for task in judged or pairs]
+    return comparison("steep weights", differences, bool(judged), d=d, basis=basis)
 
 
 def _bounded(d: str, tasks: dict[str, list[Result]]) -> Comparison:
-    pairs = {task: _pairs(found, "bounded") for task, found in tasks.items()}
+    pairs = _pairs(tasks, "bounded")
     judged = [task for task, pair in pairs.items() if _learnt(pair)]
-    shares = [_shares(tasks[task]) for task in judged]
+    shares = [_shares(tasks[task], pairs[task][1][0].name) for task in judged]
     bound = "; ".join(f"{own:.2f} of the DEQ's and {other:.2f} of the FNN's" for own, other in shares)
     basis = f"judged on {', '.join(judged)}; the bound in units of free weights: {bound}" if judged else _idle(pairs)
-    return Comparison(
-        f"{d}: under the same bound on the weights the DEQ's largest error is below the FNN's",
-        RECONSTRUCTION,
-        [log_ratios(*pairs[task], lambda one: one.error("largest")) for task in judged or pairs],
-        f"log10 ratio; {basis}",
-        judged=bool(judged),
-    )
+    differences = [log_ratios(*pairs[task], largest_error) for task in judged or pairs]
+    return comparison("steep bounded", differences, bool(judged), d=d, basis=basis)
 
 
 def _idle(tasks: Iterable[str], further: str = "") -> str:
     return f"not judged: the step was not learnt{further} in {', '.join(tasks)}"
 
 
-def _shares(found: list[Result]) -> tuple[float, float]:
+def _shares(results: list[Result], rival: str) -> tuple[float, float]:
     """Return the mean of the bound in units of the free largest weight, for the DEQ and the compared FNN."""
-    bounded = [one.name for one in found[0].bounded]
-    chosen = bounded.index(_pairs(found, "bounded")[1][0].name)
-    own, other = (fmean(one.bound / one.free[index].largest_weight for one in found) for index in (0, chosen))
+    index = [network.name for network in results[0].bounded].index(rival)
+    own, other = (fmean(each.bound / each.free[at].largest_weight for each in results) for at in (0, index))
     return own, other
 
 
@@ -234,13 +208,13 @@ def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
     figure, axes = style.panels(2, len(samplings), sharex=True, sharey="row")
     for column, sampling in zip(axes.T, samplings, strict=True):
         chosen = {int(task.split("-")[0][1:]): seeds for task, seeds in tasks.items() if task.endswith(sampling)}
-        for kinds in zip(*(zip(*seeds, strict=True) for seeds in chosen.values()), strict=True):
-            name = kinds[0][0].name
+        for by_dimension in zip(*map(kinds, chosen.values()), strict=True):
+            name = by_dimension[0][0].name
             bounded = {"ls": "--", "mfc": "none"} if name.endswith("bounded") else {}
             look = style.look(name) | {"label": name} | bounded
-            weights = [fmean(one.largest_weight for one in networks) for networks in kinds]
-            column[0].plot(list(chosen), weights, **look)
-            column[1].plot(list(chosen), [fmean(one.error("largest") for one in seeds) for seeds in kinds], **look)
+            values: tuple[Callable[[Trained], float], ...] = (largest_weight, largest_error)
+            for axis, value in zip(column, values, strict=True):
+                axis.plot(list(chosen), [fmean(map(value, networks)) for networks in by_dimension], **look)
         column[0].set(title=f"x {sampling}", yscale="log")
         column[1].set(xlabel="d = -log2 δ", yscale="log", xticks=list(chosen))
     for axis, label in zip(axes[:, 0], ("largest weight", "largest error"), strict=True):
@@ -251,7 +225,7 @@ def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
     return Picture("steep", "Steep functions", RECONSTRUCTION, caption, figure)
 
 
-STEEP = of_module(
+STEEP = experiment(
     __name__,
     "Steep function",
     quick=Sizes((6, 12, 20), Course(120, 128, (0.003, 0.01), 2), 1),

@@ -10,11 +10,12 @@ from typing import TypeVar
 import numpy as np
 from runs import style
 
-from .frame import Picture, Row, Rows, Table, Unit
+from .frame import Picture, Row, Table, Unit
 from .networks import Trained
 
 R = TypeVar("R")
 Seeds = Sequence[Sequence[Trained]]  # the networks of each seed, in one order
+Value = Callable[[Trained], float]
 
 
 def by_task(results: Mapping[Unit, R]) -> dict[str, list[R]]:
@@ -25,19 +26,24 @@ def by_task(results: Mapping[Unit, R]) -> dict[str, list[R]]:
     return tasks
 
 
-def best_of(kinds: Iterable[Sequence[Trained]]) -> Sequence[Trained]:
+def kinds(seeds: Seeds) -> list[tuple[Trained, ...]]:
+    """Gather the networks of each kind, one per seed."""
+    return list(zip(*seeds, strict=True))
+
+
+def best_of(candidates: Iterable[Sequence[Trained]]) -> Sequence[Trained]:
     """Choose, of networks of several kinds, each by seed, the kind with the lowest mean validation error."""
-    return min(kinds, key=lambda seeds: sum(one.loss for one in seeds))
+    return min(candidates, key=lambda seeds: sum(network.loss for network in seeds))
 
 
-def log_ratios(ones: Sequence[Trained], others: Sequence[Trained], value: Callable[[Trained], float]) -> list[float]:
+def log_ratios(networks: Sequence[Trained], others: Sequence[Trained], value: Value) -> list[float]:
     """Return log10 of the ratio of a value for each seed. Values are clipped to [1e-20, 1e20], so that failed training
     and zero errors have numbers too."""
 
-    def bounded(one: Trained) -> float:
-        return min(max(value(one), 1e-20), 1e20)
+    def bounded(network: Trained) -> float:
+        return min(max(value(network), 1e-20), 1e20)
 
-    return [math.log10(bounded(one) / bounded(other)) for one, other in zip(ones, others, strict=True)]
+    return [math.log10(bounded(a) / bounded(b)) for a, b in zip(networks, others, strict=True)]
 
 
 def spread(values: Iterable[float], digits: str = ".2e") -> str:
@@ -47,14 +53,12 @@ def spread(values: Iterable[float], digits: str = ".2e") -> str:
     return f"{median(ordered):{digits}}{between}"
 
 
-def networks_table(
-    title: str, source: str, tasks: Mapping[str, Seeds], columns: Mapping[str, Callable[[Trained], float]]
-) -> Table:
+def networks_table(title: str, source: str, tasks: Mapping[str, Seeds], columns: Mapping[str, Value]) -> Table:
     """Make a table with a row for each network of a task."""
-    rows: Rows = []
+    rows: list[Row] = []
     for task, seeds in tasks.items():
-        for networks in zip(*seeds, strict=True):
-            flops = max(one.flops or 0 for one in networks)
+        for networks in kinds(seeds):
+            flops = max(network.flops or 0 for network in networks)
             row: Row = {"task": task, "network": networks[0].name, "parameters": networks[0].parameters}
             row["FLOPs a step"] = f"{flops:.0f}" if flops else "–"
             rows.append(row | {name: spread(map(value, networks)) for name, value in columns.items()})
@@ -67,10 +71,10 @@ def curves(
     """Draw an error of the networks of every task against training steps, as the median over seeds, and a level."""
     figure, (axes,) = style.panels(1, len(tasks), sharey=True)
     for axis, (task, seeds) in zip(axes, tasks.items(), strict=True):
-        for networks in zip(*seeds, strict=True):
-            found = np.array([one.errors[error] for one in networks], dtype=float)
+        for networks in kinds(seeds):
+            errors = np.array([network.errors[error] for network in networks], dtype=float)
             look = style.look(kind := networks[0].name) | {"ls": "--" if kind.endswith("FLOPs") else "-"}
-            axis.plot(networks[0].steps, np.median(found, axis=0), label=kind, **look)
+            axis.plot(networks[0].steps, np.median(errors, axis=0), label=kind, **look)
         if level is not None:
             axis.axhline(level, color=style.GREY, ls=":")
         axis.set(title=task, xlabel="step", yscale="log")

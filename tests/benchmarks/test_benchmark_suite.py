@@ -265,8 +265,8 @@ def test_kernels_on_a_gpu_take_turns_among_buffers_and_what_has_a_host_keeps_it(
     made.clear()
     assert timing.seconds_of(graph, 3, "cuda") == pytest.approx(0.06 / 3 / 21) and len(made) == 3 * 21
     assert suite.parts_of(contender, "cpu") == {"whole": contender.call}
-    of_host = Contender(lambda: None, {"bytes": 8}, f=lambda: None)
-    assert suite.parts_of(of_host, "cuda") == {"whole": of_host.call, "f": of_host.f}
+    hosted = Contender(lambda: None, {"bytes": 8}, f=lambda: None)
+    assert suite.parts_of(hosted, "cuda") == {"whole": hosted.call, "f": hosted.f}
 
 
 def test_gains():

@@ -24,7 +24,7 @@ def test_known_solutions_solve(problem):
 
 
 @each_problem
-def test_rows_do_not_depend_on_one_another(problem):
+def test_rows_do_not_depend_on_each_other(problem):
     noise = torch.randn(3, len(problem.start), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rows = problem.start + 0.1 * noise
     value = problem.map(rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import counted, gate, record, suite
-from harness.counters import count
+from harness.counters import count, count_call
 
 ROOT = Path(__file__).resolve().parents[2]
 X, MASK, INDEX = torch.eye(3), torch.eye(3) > 0, torch.tensor([0, 2])
@@ -24,7 +24,7 @@ QUEUED += ("torch.repeat_interleave(INDEX, INDEX, output_size=2)", "X.to('meta',
 @pytest.mark.parametrize("expression", WAITING + QUEUED)
 def test_what_makes_the_host_wait_counts_once_and_what_is_queued_never(expression):
     call = eval(f"lambda: {expression}")
-    assert count(lambda f: call(), lambda: None, "cpu").host_waits == (expression in WAITING)
+    assert count_call(call, "cpu").host_waits == (expression in WAITING)
 
 
 def test_views_and_empty_memory_are_no_operations_and_f_is_left_out():
@@ -57,7 +57,7 @@ def test_iterations_are_counted_where_rounding_changes_none(solver, problem):
         ({"b": {"operations": 1}}, False, ["a: counted no more", "b: has no baseline"], []),
     ],
 )
-def test_counters_are_compared_one_by_one(now, alike, worse, better):
+def test_counters_are_compared(now, alike, worse, better):
     assert gate.differences({"a": {"operations": 10, "host_waits": 4}}, now, alike) == (worse, better)
 
 
@@ -156,7 +156,7 @@ def test_a_record_in_no_folder_is_refused(tmp_path):
     assert result.returncode == pytest.ExitCode.USAGE_ERROR and "/no/such/folder is not a folder" in result.stderr
 
 
-def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_one_leaves_alone(tmp_path):
+def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_run_does_not_replace(tmp_path):
     for name, body in (("interruption", "raise KeyboardInterrupt"), ("failure", 'pytest.fail("planted")')):
         (tmp_path / f"{name}.py").write_text(PLUGIN.format(body))
     target, timings = tmp_path / "suite.json", tmp_path / "benchmark.json"

@@ -20,7 +20,7 @@ def generator():
 def test_spectra_have_their_radius_and_are_spread_as_named():
     sizes = torch.linalg.eigvals(problems.gaussian(60, generator(), 0.9)).abs()
     assert float(sizes.max()) == pytest.approx(0.9, rel=1e-9) and float(sizes.min()) < 0.3 * 0.9
-    kinds = ((problems.even, -0.9, 0.11), (problems.clustered_at_one, -0.9, 0.37), (problems.decaying, -0.72, 0.03))
+    kinds = ((problems.even, -0.9, 0.11), (problems.clustered, -0.9, 0.37), (problems.decaying, -0.72, 0.03))
     for build, low, share in kinds:  # of the eigenvalues above 0.7
         values = torch.linalg.eigvalsh(build(40, generator(), 0.9))
         assert float(values.max()) == pytest.approx(0.9, rel=1e-9)
@@ -58,7 +58,7 @@ def test_evaluations_are_counted_and_the_value_of_every_sample_is_judged():
     """A value that is not finite does not reach the tolerance."""
     (right,) = races.measure(HALF, [stub(lambda z: torch.full_like(z, 2), 7)], 1e-3, rounds=2)
     assert (right["evaluations"], right["reached"], right["residual"]) == (7, True, 0.0)
-    assert 0 < right["f_ms"] < right["ms_min"] <= right["ms"]
+    assert 0 < right["ms_min"] <= right["ms"]
     (wrong,) = races.measure(HALF, [stub(lambda z: z + torch.tensor([[2.0], [1.99]]), 7)], 1e-3, rounds=2)
     assert not wrong["reached"] and "ms" not in wrong and "2.5e-03 after 7" in wrong["skipped"]
     assert HALF.residuals(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).tolist() == [0.0, 1.0]
@@ -75,14 +75,6 @@ def test_every_solver_reaches_the_tolerance_and_may_evaluate_equally_often(provi
     assert row["evaluations"] == races.EVALUATIONS and not row["reached"]
     row = races.judged(problems.suite("triangular", batch=2)[0], provider, 1e-3)
     assert row["reached"] and row["evaluations"] < races.EVALUATIONS
-
-
-def test_courses_only_descend():
-    (row,) = races.courses(HALF, races.providers()[:1], rounds=2)
-    ms, residual = row["course"]["ms"], row["course"]["residual"]
-    assert row["section"] == "residual course" and row["evaluations"] == len(ms) == len(residual)
-    assert sorted(residual, reverse=True) == residual and sorted(ms) == ms
-    assert residual[1] == pytest.approx(1 / 3)  # from 0 to 1 to 1.5
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

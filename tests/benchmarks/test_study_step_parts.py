@@ -16,13 +16,13 @@ def test_operations_are_those_of_the_mean_number_of_evaluations():
     stepper = Stepper(Trainer(replace(SETTINGS, model="deq"), data))
     stepper.step()
     batch, pixels, channels = 4, 4 * 4, 16
-    of_f = 2 * (2 * batch * pixels * 9 * channels**2)  # two convolutions
+    operations = 2 * (2 * batch * pixels * 9 * channels**2)  # two convolutions
     (made,) = stepper.evaluations
-    assert stepper.flop() > (made + 3) * of_f  # another one for the gradient, which costs twice as much
+    assert stepper.flop() > (made + 3) * operations  # another one for the gradient, which costs twice as much
     stepper.evaluations = [made]
     before = stepper.flop()
     stepper.evaluations = [made + 10]
-    assert stepper.flop() == pytest.approx(before + 10 * of_f)
+    assert stepper.flop() == pytest.approx(before + 10 * operations)
 
 
 def test_the_rows_of_a_size():

@@ -34,14 +34,14 @@ SCRIPTS = {
         ("study --protocol rates --epochs 3 --lr 1", "--epochs, --lr: experiments/protocol.md decides it"),
         ("study --table 1 --arms explicit,deq", "--arms explicit,deq: deq is none of explicit, explicit-norm"),
         (f"study --table 1 --seeds {'9' * 20}", "at most 9223372036854775807"),
-        ("study --table 2 --n-majority 50", "--ratio 100 leaves minority classes empty at --n-majority 50"),
         ("study --table 1 --spread", "only under torchrun with two or more processes"),
+        ("study --table 2 --n-majority 50", "--ratio 100 leaves minority classes empty at --n-majority 50"),
         ("layer_peeled --e-h=1.5 --e-w=1", "--e-h 1.5"),
         ("layer_peeled --e-h=0.5", "as many as --e-w"),
         ("layer_peeled --tolerance=0", "--tolerance 0"),
         ("separation --experiment none", "--experiment"),
         ("model nothing", "invalid choice: 'nothing'"),
-        ("model graphs --arms none", "--arms none: one of all, deq, explicit-parameters, explicit-compute, perceptron"),
+        ("model graphs --arms best", "--arms best: best is none of all, deq, explicit-parameters, explicit-compute"),
         ("model sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
         ("model sudoku --data-root .", "--size 6: 9 with --data-root"),
         ("cifar_lt --sovler picard", "unrecognized arguments: --sovler picard; did you mean '--solver'?"),
@@ -65,7 +65,7 @@ def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys
 def test_the_examples_of_the_help_are_right(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for module in (layer_peeled, frame, separation, study):
-        monkeypatch.setattr(module, "told", lambda *_: 0)
+        monkeypatch.setattr(module, "run_main", lambda *_: 0)
     script, *words = command.split()
     with pytest.raises(SystemExit):
         SCRIPTS[script]([*words, "--help"])

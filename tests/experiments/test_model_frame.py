@@ -39,7 +39,7 @@ def draw(records: Any) -> Any:
 
 
 def call(tmp_path, *arguments: str) -> int:
-    example = Example(Line, train, draw, lambda _: None)
+    example = Example(Line, train, draw)
     return main("lines", "Lines.", example, ["--out", str(tmp_path), "--jobs", "1", *arguments])
 
 
@@ -57,6 +57,11 @@ def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
     before = (tmp_path / "one-seed0.json").read_bytes()
     assert call(tmp_path, "--seeds", "1", "--resume") == 0
     assert (tmp_path / "one-seed0.json").read_bytes() == before and (tmp_path / "other-seed0.json").exists()
+
+
+def test_a_model_that_makes_its_data_refuses_a_data_root(tmp_path, capsys):
+    assert call(tmp_path, "--data-root", "elsewhere") == 1
+    assert "--data-root elsewhere: lines makes its own data" in capsys.readouterr().err
 
 
 def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, cut_off):

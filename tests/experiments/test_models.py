@@ -187,8 +187,8 @@ def test_few_evaluations_and_the_exact_gradient(kind, gain, length, most):
     assert solution.converged.all() and solution.evaluations <= most
     expected = rnn.loop(step, x)
     wanted = [x, *step.cell.parameters()]
-    found, exact = (torch.autograd.grad(z.square().sum(), wanted, retain_graph=True) for z in (h, expected))
-    for a, b in zip((h, *found), (expected, *exact), strict=True):
+    ours, exact = (torch.autograd.grad(z.square().sum(), wanted, retain_graph=True) for z in (h, expected))
+    for a, b in zip((h, *ours), (expected, *exact), strict=True):
         assert (a - b).norm() <= 2e-6 * b.norm()  # the tolerance, and the sensitivity to earlier states
 
 
@@ -242,7 +242,7 @@ def test_two_carbons_have_the_known_orbitals():
 
 
 @pytest.mark.parametrize("name", ["molecules", "chains"])  # stretched ones have several solutions
-def test_all_ways_find_one_field(name, drawn):
+def test_all_ways_find_the_same_field(name, drawn):
     """By hand and by deqfast Anderson needs as many evaluations, up to one because of rounding."""
     field, atoms = drawn[name]
     x = scf.integrals(atoms)
@@ -278,7 +278,7 @@ def test_gradients_equal_those_through_a_long_loop(drawn):
 
 
 @pytest.mark.parametrize(("size", "clues"), [(4, 5), (6, 10), (9, 30)])
-def test_generated_puzzles_have_one_solution_and_so_many_clues(size, clues):
+def test_generated_puzzles_have_a_unique_solution_and_the_asked_clues(size, clues):
     puzzle, solution = sudoku_puzzles.generate(size, clues, random.Random(0))
     assert size**2 - puzzle.count(0) == clues
     assert list(sudoku_puzzles.solutions(*sudoku_puzzles.candidates(puzzle, size), size)) == [solution]

@@ -13,7 +13,7 @@ from runs import files
 from runs.files import locked
 from runs.options import StudyError
 from runs.processes import Run, made, run_all, tell_failed
-from runs.script import CLOSED_PIPE, told
+from runs.script import CLOSED_PIPE, run_main
 from study_helpers import environment, python
 
 
@@ -91,7 +91,7 @@ class Slow(Run):
 def slow_script(folder):
     """What the script SLOW does: runs a and b in this folder."""
     runs = [Slow(Path(folder) / f"{name}.json") for name in "ab"]
-    return told("slow.py", lambda: tell_failed("slow.py", run_all(runs, 2)), "")
+    return run_main("slow.py", lambda: tell_failed("slow.py", run_all(runs, 2)), "")
 
 
 SLOW = "import sys, test_runs_processes; sys.exit(test_runs_processes.slow_script(sys.argv[1]))"
@@ -158,13 +158,13 @@ def test_output_that_cannot_be_written_ends_a_script_without_a_traceback(kind, s
         write = os.open("/dev/full", os.O_WRONLY)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115  # closed below
-        assert told("it.py", lambda: print("line\n" * lines), "") == status
+        assert run_main("it.py", lambda: print("line\n" * lines), "") == status
         sys.stdout.close()  # what Python does at its end, without an error
     error = "it.py: error: cannot print (No space left on device)\n"
     assert capsys.readouterr().err == (error if kind == "full disk" else "")
 
 
-def test_writers_of_one_file_do_not_meet_and_leave_nothing(tmp_path):
+def test_writers_of_the_same_file_do_not_meet_and_leave_nothing(tmp_path):
     path, rounds = tmp_path / "one.json", 50
     contents = [bytes([letter]) * 10_000 for letter in b"abcd"]
 

@@ -134,12 +134,12 @@ def test_trained_networks_see_the_same_samples_and_keep_the_bound():
 
 def test_sawtooth_measures_a_construction_and_trained_networks():
     sizes = sawtooth.Sizes((1,), (1,), networks.Course(2, 16, (0.01,), 1), 2)
-    results = {unit: sawtooth.measure(sizes, unit) for unit in sawtooth.units(sizes)}
+    results = {unit: sawtooth.measure(sizes, unit) for unit in sawtooth.SAWTOOTH.units(sizes)}
     construction, *trained = sawtooth.section(sizes, results).claims
     assert construction.verdict == HOLDS and construction.numbers == "largest error 0.0e+00"
     assert all(claim.seeds == 2 for claim in trained)
     assert all(claim.reason.endswith("no network learns: all errors are above 0.9") for claim in trained[:2])
-    exact = results[sawtooth.units(sizes)[0]].networks[-1]
+    exact = results[sawtooth.SAWTOOTH.units(sizes)[0]].networks[-1]
     assert exact.name == sawtooth.EXACT_START and exact.errors["test"][0] < 1e-3
 
 
@@ -228,6 +228,6 @@ def test_the_committed_report_is_what_the_committed_records_say(preset, tmp_path
     monkeypatch.setattr(report, "png", lambda figure: plt.close(figure) or b"")
     # Records of audio's first seed are not committed.
     experiments = [task for name, task in separation.EXPERIMENTS.items() if preset in task.sizes and name != "audio"]
-    again = [frame.of_records(folder, preset, experiment) for experiment in experiments]
+    again = [frame.recorded(folder, preset, experiment) for experiment in experiments]
     report.write(again, preset, folder, keep=True)
     assert (folder / "report.md").read_text() == committed

@@ -43,7 +43,7 @@ def wav(samples):
 
 
 def test_recording_is_mixed_cropped_to_its_loudest_second_and_resampled(tmp_path):
-    left, right = (np.concatenate([np.zeros(RATE // 2), one, np.zeros(RATE)]) for one in (1.5 * TONE, 0.5 * TONE))
+    left, right = (np.concatenate([np.zeros(RATE // 2), tone, np.zeros(RATE)]) for tone in (1.5 * TONE, 0.5 * TONE))
     (tmp_path / "one.wav").write_bytes(wav((10000 * np.stack([left, right], 1)).astype(np.int16)))
     sound = audio.read(tmp_path / "one.wav")
     expected = 10000 * np.sin(2 * np.pi * 40 * np.arange(8000) / 8000)
@@ -83,13 +83,13 @@ SMALL = saliency.Sizes(images=20, seeds=1, epochs=1, per_class=2)
 
 
 def test_entropy_and_half_mass_of_known_maps():
-    one_hot = torch.zeros(4, 4)
-    one_hot[1, 2] = 5.0
-    maps = torch.stack([torch.full((4, 4), 0.3), one_hot, torch.tensor([[4.0, 2, 1, 1]] + [[0.0] * 4] * 3)])
-    assert [saliency.spread(one[None])["entropy"] for one in maps] == pytest.approx([4, 0, 1.75])
-    assert [saliency.spread(one[None])["half"] for one in maps] == [8, 1, 1]
-    found = saliency.spread(torch.cat([maps, torch.zeros(1, 4, 4)]))
-    assert found == pytest.approx({"entropy": 5.75 / 3, "half": 10 / 3, "empty": 0.25})
+    point = torch.zeros(4, 4)
+    point[1, 2] = 5.0
+    maps = torch.stack([torch.full((4, 4), 0.3), point, torch.tensor([[4.0, 2, 1, 1]] + [[0.0] * 4] * 3)])
+    assert [saliency.spread(each[None])["entropy"] for each in maps] == pytest.approx([4, 0, 1.75])
+    assert [saliency.spread(each[None])["half"] for each in maps] == [8, 1, 1]
+    spread = saliency.spread(torch.cat([maps, torch.zeros(1, 4, 4)]))
+    assert spread == pytest.approx({"entropy": 5.75 / 3, "half": 10 / 3, "empty": 0.25})
     assert saliency.spread(torch.zeros(2, 4, 4)) == {"entropy": None, "half": None, "empty": 1.0}
 
 

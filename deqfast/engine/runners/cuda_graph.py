@@ -91,7 +91,7 @@ class Graphs:
             if (solution := self.replay(key, x, z0)) is not None:
                 return solution
             _check_cell(cell)
-            # A cell that measures its differentiated evaluations would measure those of a capture too.
+            # A cell whose end_solve reports on a backward solve would report on its capture too.
             if not is_settled(cell) or (bind is not forward and _has_any(cell, "end_solve")):
                 return ordinary()
             while len(self._captured) >= MAX_GRAPHS:
@@ -114,8 +114,8 @@ class Graphs:
         while pending and pending[0].has_arrived():
             pending.popleft().check()
         for i, captured in enumerate(all_captured):
-            if captured.key == key and captured.fixed.holds():
-                if is_only and captured.fixed.has_hooks:
+            if captured.key == key and captured.snapshot.holds():
+                if is_only and captured.snapshot.has_hooks:
                     return None
                 all_captured.insert(0, all_captured.pop(i))
                 solution, outcome = captured.replay(x, z0)
@@ -132,7 +132,7 @@ class Graphs:
 
 
 class Captured:
-    """Captured solve of a `key` (cell, solve, bind, layout of x). It runs without capture before.
+    """Captured solve of a `key` (cell, solve, bind, layout of x), which runs once before it is captured.
 
     `finished` is the event after all work in its memory, for which another stream must wait.
     """
@@ -140,7 +140,7 @@ class Captured:
     def __init__(self, key: tuple[nn.Module, Solve, Bind, Any], x: Any, z0: Any) -> None:
         self.key = key
         cell, solve, bind, _ = key
-        self.solve, self.fixed = solve, Fixed(cell)
+        self.solve, self.snapshot = solve, Snapshot(cell)
         spec, self.device = pytree.tree_structure(x), solve.packing.device
         self.memory = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(x)]
         self.x = pytree.tree_unflatten(self.memory, spec)
@@ -336,8 +336,8 @@ class Outcome(Arriving):
         return solution_of(packing, solve.solver, value, *ended, Late(self.evaluations), None, trace, self)
 
 
-class Fixed:
-    """What the capture of a cell has fixed: its modules, their modes, and the memory of parameters and buffers."""
+class Snapshot:
+    """What the capture of a cell relies on: its modules, their modes, and the memory of parameters and buffers."""
 
     def __init__(self, cell: nn.Module) -> None:
         modules: list[Any] = list(cell.modules())

@@ -1,9 +1,10 @@
 """Steps of rows that are not whole samples: an op sums over each row, `parts` joins the sums, and an op applies them.
 
-The rows (B, D) are parts of samples, see ``Parts``, or ``Positions``, which are judged in their order. An evaluation is
+The rows (B, D) are parts of samples (`state_group=`, see ``Parts``) or positions of sequences (`causal=True`, see
+``Positions``), which are judged in their order. An evaluation is
 
 1. ``<step>_sums``: sums (B, K) over the elements of each row, in the dtype of the state;
-2. one sum of them over all parts; for norms that are the largest magnitudes, or whose squares are not sound, another;
+2. one reduction of them over all parts, and a second if a norm is a maximum, or if squares over- or underflow;
 3. the verdict on each row from the norms, by the kernel's own ``picard_step`` on rows of two numbers; on positions by
    the reference;
 4. ``<step>_apply``: the step, from the sums of the whole sample.
@@ -68,17 +69,20 @@ def _squares(a: Any, op: Ops) -> Tensor:
 
 
 def _judged(a: Any, sums: Tensor, op: Ops, parts: Parts | Positions) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sums over all parts; and z, fz, best and the verdicts (B,) int8, which are carried out in the last step.
+    """The sums over all parts; and z, fz, best and the verdicts (B,) int8.
 
-    Residuals, statuses and iterations are recorded.
+    Residuals, statuses and iterations are recorded. The last step of a solve carries the verdicts out.
     """
-    (length, size), sums = joined_positions(a, sums, parts) if isinstance(parts, Positions) else joined(a, sums, parts)
-    # A step of rows z = (|f|, |g|) to f(z) = (|f|, 0), whose best iterates are (-1, -1).
-    z = torch.stack([size, length], dim=1)
-    best, fz = torch.full_like(z, -1), torch.stack([size, torch.zeros_like(size)], dim=1)
+    (g_norm, f_norm), sums = (
+        joined_positions(a, sums, parts) if isinstance(parts, Positions) else joined(a, sums, parts)
+    )
+    # By the maximum norm, a row z = (|f|, |g|) with f(z) = (|f|, 0) has the residual of the sample. What the op writes
+    # tells its verdict: it has stored a best iterate that is no longer -1, and gone back to it if z is now -1.
+    z = torch.stack([f_norm, g_norm], dim=1)
+    best, fz = torch.full_like(z, -1), torch.stack([f_norm, torch.zeros_like(f_norm)], dim=1)
     monitor, rule = (a.status, a.iterations, a.residual, a.progress, a.active), a.rule._replace(maximum=True)
     if isinstance(parts, Positions):
-        judge(replace(a, z=z, fz=fz, best=best), fz - z, (length, size), parts)
+        judge(replace(a, z=z, fz=fz, best=best), fz - z, (g_norm, f_norm), parts)
     else:
         op("picard_step")(z, fz, best, *monitor, a.k, a.last, *rule, 1.0)
     verdict = (best[:, 0] >= 0) * IMPROVED + (z[:, 0] == -1) * BROKEN + (a.status == RUNNING) * ADVANCES
