@@ -24,6 +24,12 @@ SOLVERS: dict[str, Callable[..., Solver]] = {
     "broyden": Broyden,
     "broyden-bad": partial(Broyden, kind="bad"),
 }
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+# One of each kind of step: without a window, with a least-squares window, with an unsymmetric one.
+some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
+on_cpu = pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+in_process = pytest.mark.parametrize("kernel", ["torch", "cpp", "cuda"], indirect=True)
+
 TIGHT = Broyden(rtol=1e-13, max_iter=60)
 # name -> adjoint, with which a gradient that is exact in the limit is so to rounding.
 ADJOINTS = {

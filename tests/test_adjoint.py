@@ -11,7 +11,7 @@ import pytest
 import torch
 from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding
 from own_sums import Linear, product
-from solutions import SOLVERS, TIGHT, adjoints
+from solutions import SOLVERS, TIGHT, adjoints, every_solver, on_cpu
 from torch import nn
 
 from deqfast import (
@@ -62,8 +62,8 @@ class Toy:
         return torch.autograd.grad(z, self.inputs, self.cotangent)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+@every_solver
+@on_cpu
 def test_implicit_equals_unrolled(name, kernel):
     toy = Toy()
     solver = SOLVERS[name](TIGHT.rtol, 120)

@@ -39,7 +39,7 @@ class Net(nn.Module):
 class Training:
     """A network, its optimiser and a cosine schedule, eager or in graphs."""
 
-    def __init__(self, graphed, optimizer="sgd", scales=False, clip=None, autocast=False, zeroes=True, **net):
+    def __init__(self, graphed, optimizer="sgd", scales=False, clip=None, autocast=False, **net):
         torch.manual_seed(0)
         self.net = Net(**net).to(DEVICE)
         rate = torch.tensor(0.05, device=DEVICE)
@@ -50,12 +50,11 @@ class Training:
         self.optimizer = make(self.net.parameters(), rate, fused=True, **options)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
         self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=7, enabled=scales)
-        self.clip, self.autocast, self.zeroes = clip, autocast, zeroes
+        self.clip, self.autocast = clip, autocast
         self.step = deqfast.make_graphed_step(self._step) if graphed else self._step
 
     def _step(self, batch):
-        if self.zeroes:
-            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=self.autocast):
             y, solutions = self.net(batch["x"])
             loss = (y - batch["y"]).square().mean()
@@ -346,19 +345,6 @@ def test_what_always_varies_is_warned_of_once(vary, calls, text):
             small.step(batch | vary(small, k))
     assert len(shown) == 1 and shown[0].filename == __file__
     assert len(small.step._calls) == calls[1]
-
-
-@pytest.mark.parametrize("zeroes_outside", [True, False])
-def test_gradients_that_the_step_keeps(zeroes_outside):
-    """They are added to, or begin again, as in the eager loop."""
-    trainings = [Training(mode, zeroes=False) for mode in (True, False)]
-    for _ in range(6):
-        for training in trainings:
-            if zeroes_outside:
-                training.optimizer.zero_grad()
-            training.run(1)
-        grads = ([p.grad for p in training.net.parameters()] for training in trainings)
-        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
 
 
 def test_what_a_call_submits():

@@ -17,7 +17,7 @@ import torch
 from op_calls import Operations
 from own_sums import LoopedFCCell
 from recorded import DEVICE, GPU, Graph, Mark, as_graphs, record  # noqa: F401  # a fixture for every test
-from solutions import SOLVERS, assert_same_solution
+from solutions import SOLVERS, assert_same_solution, some_solvers
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -28,9 +28,6 @@ from deqfast.engine import device_loop
 from deqfast.engine.runners import cuda_graph
 from deqfast.torch_internals import graphs
 from deqfast.torch_internals.graphs import refuse_draws
-
-some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
-
 
 refuse_waits = cuda_graph.refuse_waits  # which the recordings leave out
 

@@ -9,7 +9,7 @@ import sys
 import emulate
 import pytest
 import torch
-from solutions import SOLVERS
+from solutions import SOLVERS, every_solver
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
@@ -17,7 +17,6 @@ from deqfast.engine.loop import LateWatch, Watch
 from deqfast.ops import Kernel
 
 solve_module = sys.modules["deqfast.engine.solve"]  # the package has a function of that name
-every_solver = pytest.mark.parametrize("name", SOLVERS)
 
 
 class Trace(TorchDispatchMode):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from solutions import solve_with_inverse
+from solutions import on_cpu, solve_with_inverse
 
 import deqfast
 from deqfast.engine.loop import LateWatch
@@ -53,7 +53,7 @@ def test_every_thread_keeps_its_own():
         assert pool.submit(lambda: history().data_ptr()).result() != address
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "torch"], indirect=True)
+@on_cpu
 @pytest.mark.parametrize(
     "solver", [deqfast.Broyden(1e-5, 40, history_size=40), deqfast.Anderson(1e-5, 40, history_size=20)]
 )

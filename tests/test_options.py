@@ -14,7 +14,7 @@ import torch
 from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, assert_close, bounds, lost, rounding
 from harness.counters import count
 from own_sums import product
-from solutions import SOLVERS, TIGHT, adjoints, assert_same_solution
+from solutions import SOLVERS, TIGHT, adjoints, assert_same_solution, every_solver, on_cpu, some_solvers
 
 from deqfast import (
     JFB,
@@ -44,7 +44,6 @@ GROUPS = torch.tensor([2, 0, 0, 1, 2, 2, 0])  # neither in order nor equally lon
 LARGE = 2.0**13  # the power of two next to 1e4
 SCALE = {"large": 1e4, "small": 1.0}
 RATES = torch.tensor([0.1, 0.2, 0.3, 0.5, 0.7, 0.9])[:, None]
-on_cpu = pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
 every_adjoint = adjoints("jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled")
 
 
@@ -147,7 +146,7 @@ class TestGroups:
         return mixing.to(dtype), torch.randn(len(groups), 3, generator=generator, dtype=torch.float64).to(dtype)
 
     @pytest.mark.covering(0)
-    @pytest.mark.parametrize("name", SOLVERS)
+    @every_solver
     def test_a_sample_of_several_rows_is_solved_as_by_itself(self, name, kernel, device):
         mixing, x = (t.to(device) for t in self.graph(GROUPS))
         solver, groups = SOLVERS[name](rtol=1e-4, max_iter=30), GROUPS.to(device)
@@ -352,7 +351,7 @@ class Spread:
 
 class TestDropConverged:
     @pytest.mark.covering(0)
-    @pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
+    @some_solvers
     @pytest.mark.parametrize("stops", [False, True])
     def test_the_answer_is_the_same_with_less_work(self, stops, name, kernel, device):
         """To a rule those that the batch has left stand there with their iterate."""

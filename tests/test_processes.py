@@ -533,7 +533,7 @@ def spread(rank: int, count: int, path: Path, names: list[str]) -> None:
         (4, ON_FOUR, [(spread, ["anderson", "broyden-8"])]),
     ],
 )
-def test_processes_train_as_a_single_one_share_samples_and_end_together(tmp_path, count, trained, others):
+def test_processes_train_as_a_single_process_share_samples_and_end_together(tmp_path, count, trained, others):
     """The usual recipe; samples that are spread have a single status; an error or an interrupt of one ends all."""
     in_processes(run_in_a_group, count, tmp_path, [(train_together, trained), *others])
     assert_trained_as_a_single_process(tmp_path, trained)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from correctness import after_solve, assert_close, bounds, linear, rounding, tanh
-from solutions import SOLVERS, Recorder, assert_same_solution
+from solutions import SOLVERS, Recorder, assert_same_solution, every_solver, in_process, on_cpu, some_solvers
 
 import deqfast
 from deqfast import Broyden, Picard, Solution, Status, _extension, solve
@@ -22,11 +22,6 @@ from deqfast.ops.choice import _warn_of_fallback
 def looks_after_every_evaluation(monkeypatch):
     monkeypatch.setattr(LateWatch, "every", 1)
 
-
-# One of each kind of step: without a window, with a least-squares window, with an unsymmetric one.
-some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
-every_solver = pytest.mark.parametrize("name", SOLVERS)
-in_process = pytest.mark.parametrize("kernel", ["torch", "cpp", "cuda"], indirect=True)
 
 FLOATS = [torch.float32, torch.float64]
 
@@ -238,7 +233,7 @@ class TestBuffers:
         # In turn from the first call on; and later, of those who keep no value.
         [*product(SOLVERS, [1, 2], [0]), ("picard", 1, 2), ("broyden", 1, 2)],
     )
-    @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+    @on_cpu
     def test_values_in_buffers(self, name, count, fresh, kernel):
         expected = self.solved(ring(self.BIAS), name, kernel)
         assert_same_solution(self.solved(self.reusing(count, fresh), name, kernel), expected)

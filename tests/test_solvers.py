@@ -10,15 +10,13 @@ from functools import partial
 import pytest
 import torch
 from correctness import PROBLEMS, FixedPoint, after_solve, assert_close, linear, rounding, tanh
-from solutions import SOLVERS, Recorder, assert_solves
+from solutions import SOLVERS, Recorder, assert_solves, every_solver, in_process
 
 from deqfast import Anderson, Broyden, Picard, Solver, solve
 from deqfast.ops import choose_kernel
 from deqfast.solvers.base import State
 
-every_solver = pytest.mark.parametrize("name", SOLVERS)
 multisecant = pytest.mark.parametrize("name", [name for name in SOLVERS if name != "picard"])
-in_process = pytest.mark.parametrize("kernel", ["torch", "cpp", "cuda"], indirect=True)
 
 NEVER = 1e-300  # a tolerance that is never met
 
