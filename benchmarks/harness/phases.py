@@ -55,7 +55,7 @@ Rows = Iterator[list[Row]]
 
 @dataclass
 class Place:
-    """Where a phase runs. small: tiny cases, whose times mean nothing. rows: those measured so far, by all tries."""
+    """Where a phase runs. small: tiny cases, whose times mean nothing. rows: its own so far, by all tries."""
 
     device: str
     small: bool
@@ -110,12 +110,12 @@ def row_of(section: str, case: str, provider: str, **columns: Any) -> Row:
     return {"section": section, "case": case, "provider": provider, **columns}
 
 
-def measured(place: Place, chosen: Iterable[Case], leave: Sequence[str] = ()) -> Rows:
-    """Rows of cases of the suite, without the providers to leave."""
-    copy = Copy(place.device, *[1 << 12] * place.small)
+def measured(place: Place, chosen: Iterable[Case], without: Sequence[str] = ()) -> Rows:
+    """Rows of cases of the suite, without these providers."""
+    copy = Copy(place.device, 1 << 12) if place.small else Copy(place.device)
     for case in chosen:
         if place.device in case.devices and not place.has(case.section, case.name):
-            providers = [name for name in case.providers_on(place.device) if name not in leave]
+            providers = [name for name in case.providers_on(place.device) if name not in without]
             rows, _ = measure(case, providers, place.device, copy, **place.turns)
             yield [
                 row_of(case.section, case.name, name, **fault(row)) if isinstance(row, Exception) else row
@@ -128,7 +128,7 @@ def selected(place: Place, *sections: str) -> list[Case]:
     return [case for case in every if case.section in sections and not case.full]
 
 
-# The functions of the plan.
+# The phases, which a plan of gpu.sh names, each after its helpers.
 
 
 def extension(place: Place) -> Rows:
@@ -255,20 +255,21 @@ def loops(place: Place) -> Rows:
     """Solves in one launch against eager ones, at the sizes of the targets."""
     wanted = (*ITERATED, "picard-fc-128x256", "anderson-m6-fc-128x256")
     by_name = {case.name: case for case in selected(place, "solves")}
-    yield from measured(place, by_name.values() if place.small else map(by_name.__getitem__, wanted), ("torch", PEER))
+    chosen = by_name.values() if place.small else map(by_name.__getitem__, wanted)
+    yield from measured(place, chosen, without=("torch", PEER))
 
 
 def rivals(place: Place) -> Rows:
     """Rivals at the same work, without torch.compile, at the sizes of the targets."""
     chosen = [case for case in selected(place, "rivals") if place.small or case.name.endswith(("8192", "128x256"))]
-    yield from measured(place, chosen, (rival.COMPILED_PEER, "compiled", "packaged"))
+    yield from measured(place, chosen, without=(rival.COMPILED_PEER, "compiled", "packaged"))
 
 
 def compiled_peer(place: Place) -> Rows:
     """Rivals that torch.compile compiles, next to the solve in one launch. They are of section "rivals"."""
     wanted = [case for case in selected(place, "rivals") if place.small or case.name.endswith("128x8192")]
     others = (rival.BY_HAND, *rival.JAX, "packaged", "silva-networks")
-    yield from measured(place, wanted, others)
+    yield from measured(place, wanted, without=others)
 
 
 def published(place: Place) -> Rows:
