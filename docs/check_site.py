@@ -111,7 +111,7 @@ class Handler(SimpleHTTPRequestHandler):
     """Serves the site with `LISTEN` on every page, and the page that looks at all others."""
 
     pages: Sequence[str]
-    found: Queue[list[str]]
+    faults: Queue[list[str]]
 
     def do_GET(self) -> None:
         path = Path(self.translate_path(self.path))
@@ -124,7 +124,7 @@ class Handler(SimpleHTTPRequestHandler):
             super().do_GET()
 
     def do_POST(self) -> None:
-        self.found.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.faults.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.send_page(b"")
 
     def send_page(self, content: bytes) -> None:
@@ -141,8 +141,8 @@ class Handler(SimpleHTTPRequestHandler):
 def seen(site: Path, browser: str) -> list[str] | None:
     """A sentence for each fault that shows in the browser; None if the browser ends by itself."""
     pages = [str(path.relative_to(site)) for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
-    found: Queue[list[str]] = Queue()
-    handler = type("Here", (Handler,), {"pages": pages, "found": found})
+    faults: Queue[list[str]] = Queue()
+    handler = type("Here", (Handler,), {"pages": pages, "faults": faults})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
@@ -164,7 +164,7 @@ def seen(site: Path, browser: str) -> list[str] | None:
         try:
             while process.poll() is None:
                 with suppress(Empty):
-                    return found.get(timeout=1)
+                    return faults.get(timeout=1)
                 if time.monotonic() > end:
                     return [f"{browser} has not looked at {len(pages)} pages in {SECONDS} s"]
             return None

@@ -126,17 +126,17 @@ def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, An
 
 def conclude_trials(tasks: list[Task], failed: Mapping[Task, str]) -> None:
     """Write the results of the trials, and the rates that they choose."""
-    found = []
+    trials = []
     for task in tasks:
         diverged = DIVERGED in failed.get(task, "")
         if diverged or (task.finished and task not in failed):
-            one, overall = task.settings, None if diverged else task.run.result.network.quantity("overall")
-            found.append(protocol.Rate(one.arm, one.ratio or 0, one.weight_decay, one.lr, overall))
-    if len(found) < len(protocol.rates().trials):
-        print(f"{len(found)} of {len(tasks)} trials: {protocol.CHOSEN}, which has more, stays")
+            settings, overall = task.settings, None if diverged else task.run.result.network.quantity("overall")
+            trials.append(protocol.Rate(settings.arm, settings.ratio or 0, settings.weight_decay, settings.lr, overall))
+    if len(trials) < len(protocol.rates().trials):
+        print(f"{len(trials)} of {len(tasks)} trials: {protocol.CHOSEN}, which has more, stays")
         return
-    write_atomically(protocol.CHOSEN, to_json(protocol.choose_rates(found), indented=True))
-    print(f"{len(found)} of {len(tasks)} trials: {protocol.CHOSEN}")
+    write_atomically(protocol.CHOSEN, to_json(protocol.choose_rates(trials), indented=True))
+    print(f"{len(trials)} of {len(tasks)} trials: {protocol.CHOSEN}")
 
 
 def run_study(options: StudyOptions, tasks: list[Task]) -> int:

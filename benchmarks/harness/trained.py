@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from nc_study.config import settings_from
 from nc_study.data import find_source, load
-from nc_study.models import build
+from nc_study.networks import build
 from nc_study.rundir import RunDirectory
 from runs.options import StudyError
 from torch import nn

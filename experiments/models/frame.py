@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from matplotlib.figure import Figure
 from msgspec import Meta
-from nc_study.models import count_parameters
+from nc_study.networks import count_parameters
 from runs import processes
 from runs.files import check_same, locked, prepare_out, read_record, reading, to_json, write_atomically
 from runs.options import Checked, SettingsError, flag_of, listed, option, parsed

@@ -11,7 +11,7 @@ from torch import Tensor
 import deqfast
 
 from .data import StudyData
-from .models import ResNet18
+from .networks import ResNet18
 from .record import SpectralRadius
 
 FEATURE_IMAGES = 500
@@ -35,9 +35,9 @@ def last_block_radius(network: ResNet18, data: StudyData) -> SpectralRadius | No
         return None
     chosen = _first_images(data, RADIUS_IMAGES)
     network.eval()
-    found = spectral_radius(network, data.normalise(data.train_images[chosen]))
-    known = found.isfinite()
-    return SpectralRadius(tuple(data.train_labels[chosen][known].tolist()), tuple(found[known].tolist()))
+    radii = spectral_radius(network, data.normalise(data.train_images[chosen]))
+    known = radii.isfinite()
+    return SpectralRadius(tuple(data.train_labels[chosen][known].tolist()), tuple(radii[known].tolist()))
 
 
 def _first_images(data: StudyData, total: int) -> Tensor:

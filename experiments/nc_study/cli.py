@@ -20,7 +20,7 @@ from . import distributed
 from .analysis import last_block_radius, shown_features
 from .config import Settings, parse
 from .data import Source, StudyData, find_source, load
-from .models import ResNet18, choose_kernel, cost, count_parameters
+from .networks import ResNet18, choose_kernel, cost, count_parameters
 from .record import KernelChoice
 from .results import difference, network_result, report, run_result
 from .rundir import RunDirectory
@@ -114,7 +114,7 @@ def conclude(settings: Settings, data: StudyData, run: RunDirectory, kernel: Ker
     write_arrays(run.features, shown_features(network, data))
     parameters = {name for name, _ in network.named_parameters()}
     state = network.state_dict().items()
-    write_state(run.weights, {name: one.bfloat16() if name in parameters else one for name, one in state})
+    write_state(run.weights, {name: tensor.bfloat16() if name in parameters else tensor for name, tensor in state})
     epochs = run.epochs
     solves = epochs[-1].test_solver
     spent = cost(network, solves.iterations if solves else None)

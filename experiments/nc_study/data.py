@@ -120,10 +120,10 @@ def class_sizes(settings: Settings) -> list[int]:
 def shuffled_classes(labels: np.ndarray) -> list[np.ndarray]:
     """Indices of each class, class after class, in the order of LDAM-DRW, which its random numbers give."""
     random = np.random.RandomState(0)
-    found = [np.where(labels == label)[0] for label in range(labels.max() + 1)]
-    for indices in found:
+    by_label = [np.where(labels == label)[0] for label in range(labels.max() + 1)]
+    for indices in by_label:
         random.shuffle(indices)
-    return found
+    return by_label
 
 
 def select_images(labels: np.ndarray, sizes: list[int], held_out: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -135,7 +135,8 @@ def select_images(labels: np.ndarray, sizes: list[int], held_out: int = 0) -> tu
             kept = f" and {held_out} for --evaluate validation" if held_out else ""
             raise StudyError(f"--n-majority {size}{kept}: class {label} has {len(indices)} images")
     kept_out = [np.sort(indices[len(indices) - held_out :]) for indices in order]
-    return np.concatenate([one[:size] for one, size in zip(order, sizes, strict=True)]), np.concatenate(kept_out)
+    chosen = [indices[:size] for indices, size in zip(order, sizes, strict=True)]
+    return np.concatenate(chosen), np.concatenate(kept_out)
 
 
 def find_source(dataset: str, root: Path) -> Source:

@@ -36,8 +36,8 @@ PERPLEXITY = 30
 
 def course(results: Sequence[RunResult]) -> bytes:
     """PNG of the training course of one setting's arms."""
-    one = results[0]
-    heading = f"{one.setting}, width {one.settings.width}, seed {one.settings.seed}"
+    first = results[0]
+    heading = f"{first.setting}, width {first.settings.width}, seed {first.settings.seed}"
     return style.png(study_figure({heading: {result.arm: [result.network.curves] for result in results}}))
 
 
@@ -59,7 +59,7 @@ def study_figure(
         heading.set_in_layout(False)
         overall.set_ylabel("overall accuracy (%)")
         groups.set_ylabel("by size of class (%)")
-        groups.set_visible(any(one["minority"][-1] is not None for seeds in curves.values() for one in seeds))
+        groups.set_visible(any(curve["minority"][-1] is not None for seeds in curves.values() for curve in seeds))
         for group, dash in DASHES.items():
             axis = overall if group == "overall" else groups
             for number, (arm, seeds) in enumerate(curves.items()):
@@ -135,7 +135,7 @@ def paired_figure(rows: Mapping[str, Sequence[Panel]], heading: str) -> Figure:
 def _pairs(axis: Axes, panel: Panel, size: float) -> None:
     """Draw a panel, its arms named in letters of `size` points."""
     arms = list(panel.differences)
-    seeds = sorted({seed for found in panel.differences.values() for seed in found})
+    seeds = sorted({seed for by_seed in panel.differences.values() for seed in by_seed})
     place = {seed: 0.07 * (number - len(seeds) / 2) for number, seed in enumerate(seeds)}
     axis.axhline(0, color="black", lw=0.8)
     for seed in seeds:

@@ -52,7 +52,7 @@ def moments(features: Tensor, labels: Tensor, weight: Tensor) -> Arrays:
     floats["weight"] = weight
     return {
         "counts": stats.counts.long().cpu().numpy(),
-        **{name: one.float().cpu().numpy() for name, one in floats.items()},
+        **{name: array.float().cpu().numpy() for name, array in floats.items()},
     }
 
 
@@ -63,12 +63,12 @@ def read(path: Path) -> Arrays:
         epochs = saved["epoch"]
         if epochs.ndim != 1 or epochs.dtype.kind not in "iu":
             raise ValueError("epoch must be a vector of whole numbers")
-        if any(one.shape[:1] != epochs.shape for one in saved.values()):
+        if any(array.shape[:1] != epochs.shape for array in saved.values()):
             raise ValueError(f"each array must have {len(epochs)} measurements")
     return saved
 
 
 def joined(before: Arrays | None, epoch: int, entries: Arrays) -> Arrays:
     """Append one measurement to those saved before (None if there are none)."""
-    added = {name: one[None] for name, one in ({"epoch": np.array(epoch)} | dict(entries)).items()}
-    return {name: np.concatenate([before[name], one]) for name, one in added.items()} if before else added
+    added = {name: array[None] for name, array in ({"epoch": np.array(epoch)} | dict(entries)).items()}
+    return {name: np.concatenate([before[name], array]) for name, array in added.items()} if before else added

@@ -46,7 +46,9 @@ def _numbers() -> dict[Setting, dict[str, Accuracy]]:
         imbalance = [int(row[name]) for name in ("majority", "ratio") if row[name]]
         spreads = {name: _spread(text) for name, text in row.items() if "±" in text}
         networks = {
-            model: Accuracy(**{name.split()[1]: one for name, one in spreads.items() if name.startswith(f"{model} ")})
+            model: Accuracy(
+                **{name.split()[1]: spread for name, spread in spreads.items() if name.startswith(f"{model} ")}
+            )
             for model in BOTH
         }
         numbers[Setting(row["dataset"], *imbalance)] = networks
@@ -78,9 +80,9 @@ def on_cifar(setting: Setting) -> Setting:
 
 def differences(experiment: Experiment, without: Collection[str] = ()) -> list[str]:
     """Differences of a run from the paper's experiment, except the options in `without`; empty if there are none."""
-    found = []
+    departures = []
     if experiment.dataset.startswith("shapes"):
-        found.append(f"{experiment.dataset}, not CIFAR")
+        departures.append(f"{experiment.dataset}, not CIFAR")
     wanted = {
         "imbalance": "step",
         "loss": "cross-entropy",
@@ -95,8 +97,8 @@ def differences(experiment: Experiment, without: Collection[str] = ()) -> list[s
     wanted |= {name: 0.01 for name in ("e_w", "e_h") if getattr(experiment, name) is not None}
     for name, value in {**wanted, **preset_values("paper", experiment.classes)}.items():
         if name not in ("metrics_every", *without) and getattr(experiment, name) != value:
-            found.append(f"{flag_of(name)[2:]} {getattr(experiment, name)} instead of {value}")
-    return found
+            departures.append(f"{flag_of(name)[2:]} {getattr(experiment, name)} instead of {value}")
+    return departures
 
 
 def settings_of(tables: str | None, figures: str | None, dataset: str) -> list[Setting]:
@@ -106,10 +108,10 @@ def settings_of(tables: str | None, figures: str | None, dataset: str) -> list[S
     """
     named = DATA_SETS.get(dataset, (dataset,))
     chosen = _chosen("--table", tables, TABLES)
-    found = [Setting(name, *imbalance) for table in chosen for name in named for imbalance in TABLES[table]]
+    settings = [Setting(name, *imbalance) for table in chosen for name in named for imbalance in TABLES[table]]
     for figure in _chosen("--figure", figures, FIGURES):
-        found += [Setting(named[0], *imbalance) for imbalance in FIGURES[figure]]
-    return list(dict.fromkeys(found))
+        settings += [Setting(named[0], *imbalance) for imbalance in FIGURES[figure]]
+    return list(dict.fromkeys(settings))
 
 
 def _chosen(flag: str, text: str | None, known: dict[str, tuple[Imbalance, ...]]) -> list[str]:

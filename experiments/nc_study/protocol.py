@@ -128,14 +128,14 @@ def tuned() -> dict[str, dict[str, float]]:
     return tuning().chosen
 
 
-def of_first_list(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
+def has_first_recipe(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
     """Return whether a run is of the list before the amendments. It ran on a CPU, with the values that the trials
     chose for its arm, in bfloat16 or, as a check, in float32."""
     run = experiment.seed in SEEN and experiment.majority is not None and experiment.device == "cpu"
     return run and experiment.arm in chosen and _is_preset_but_for(experiment, chosen[experiment.arm])
 
 
-def of_recipe_b(experiment: Experiment) -> bool:
+def has_recipe_b(experiment: Experiment) -> bool:
     """Return whether a run is on CIFAR-10, in bfloat16, of an arm that has recipe B."""
     return experiment.arm in B_ARMS and experiment.precision == "bf16" and _is_preset_but_for(experiment, RECIPE_B)
 
@@ -143,14 +143,14 @@ def of_recipe_b(experiment: Experiment) -> bool:
 def counts(experiment: Experiment) -> bool:
     """Return whether a run decides the verdicts; all such runs were made on a GPU."""
     blocks = (block for block in PRIMARY if block.setting == experiment.setting and experiment.seed in block.seeds)
-    return of_recipe_b(experiment) and experiment.device == "cuda" and any(blocks)
+    return has_recipe_b(experiment) and experiment.device == "cuda" and any(blocks)
 
 
 def _is_preset_but_for(experiment: Experiment, values: Mapping[str, float]) -> bool:
     """Return whether a run has these values, and otherwise the preset's, with any precision."""
     apart = experiment.departures.keys() - {*TUNED, "precision"}
     preset = experiment.preset == PRESET and experiment.dataset == "cifar10" and not apart
-    return preset and all(getattr(experiment, name) == one for name, one in values.items())
+    return preset and all(getattr(experiment, name) == value for name, value in values.items())
 
 
 # The amendment of 2026-11-28.
@@ -173,7 +173,7 @@ MECHANISM = (
     _cifar10(5, 100, range(10, 22), NEW_ARMS),
 )
 SETTINGS = tuple(Block(setting, range(10, 13), THREE) for setting in PAPER)
-SHOWN = tuple(Setting("cifar10", *one) for settings in FIGURES.values() for one in settings)
+SHOWN = tuple(Setting("cifar10", *imbalance) for settings in FIGURES.values() for imbalance in settings)
 SIZE = tuple(Block(setting, range(10, 13), THREE, {"width": 64, "tf32": True}) for setting in SHOWN)
 PRINTED = tuple(
     Block(setting, range(10, 11), ("explicit",), {"preset": "paper", **bounds})
@@ -228,7 +228,7 @@ class Rates:
         """Rate of an arm in a setting. Balanced classes have the one chosen at R = 10, R = 50 has the one at R = 100.
         None if nothing is chosen."""
         wanted = (arm, 10 if setting.ratio in (None, 10) else 100, weight_decay)
-        return next((one.lr for one in self.chosen if (one.arm, one.ratio, one.weight_decay) == wanted), None)
+        return next((rate.lr for rate in self.chosen if (rate.arm, rate.ratio, rate.weight_decay) == wanted), None)
 
 
 def rates() -> Rates:
@@ -236,17 +236,21 @@ def rates() -> Rates:
     return read_record(CHOSEN, Rates, "study.py --protocol rates makes it") if CHOSEN.exists() else Rates(())
 
 
-def choose_rates(found: Sequence[Rate]) -> Rates:
+def choose_rates(finished: Sequence[Rate]) -> Rates:
     """Choose for each arm, ratio and decay the rate of the highest accuracy, of equal ones the least. Nothing is chosen
     before all trials are finished. Raises StudyError if no rate of an arm was finite."""
-    kinds = dict.fromkeys((one.arm, one.ratio, one.weight_decay) for one in found)
+    kinds = dict.fromkeys((trial.arm, trial.ratio, trial.weight_decay) for trial in finished)
     chosen = []
-    for kind in kinds if len(found) == len([*trials()]) else ():
-        finite = [one for one in found if (one.arm, one.ratio, one.weight_decay) == kind and one.overall is not None]
+    for kind in kinds if len(finished) == len([*trials()]) else ():
+        finite = [
+            trial
+            for trial in finished
+            if (trial.arm, trial.ratio, trial.weight_decay) == kind and trial.overall is not None
+        ]
         if not finite:
             raise StudyError(f"no rate of {kind[0]} at R = {kind[1]} has a finite loss: the grid must change")
-        chosen.append(max(sorted(finite, key=lambda one: one.lr), key=lambda one: one.overall or 0))
-    return Rates(tuple(found), tuple(chosen))
+        chosen.append(max(sorted(finite, key=lambda trial: trial.lr), key=lambda trial: trial.overall or 0))
+    return Rates(tuple(finished), tuple(chosen))
 
 
 def trials() -> Iterator[Options]:
@@ -280,10 +284,10 @@ def _options(setting: Setting, seed: int, arm: str) -> Options:
     return {"preset": PRESET, **setting.options, "seed": seed, **arm_options(arm), "precision": "bf16"}
 
 
-_OTHER = tuple(replace(one, arms=PAIR, options={"weight_decay": OTHER_DECAY}) for one in MECHANISM)
+_OTHER = tuple(replace(block, arms=PAIR, options={"weight_decay": OTHER_DECAY}) for block in MECHANISM)
 PARTS = {
     "mechanism": MECHANISM,
-    "decay": tuple(replace(one, seeds=range(10, 16)) for one in _OTHER),
+    "decay": tuple(replace(block, seeds=range(10, 16)) for block in _OTHER),
     "settings": SETTINGS,
     "printed": PRINTED,
     "size": SIZE,
@@ -291,10 +295,10 @@ PARTS = {
 """Runs after the trials, by the name that `study.py --protocol` takes."""
 
 
-def of_own_rate(experiment: Experiment, found: Rates) -> bool:
+def has_own_rate(experiment: Experiment, rates: Rates) -> bool:
     """Return whether a run is of the amendment: a fresh seed on a GPU, with the rate chosen for its arm."""
     apart = experiment.departures.keys() - {"lr", "weight_decay", "precision", "width", "tf32"}
     fresh = experiment.seed >= FIRST_FRESH and (experiment.preset, experiment.precision) == (PRESET, "bf16")
     real = experiment.device == "cuda" and experiment.dataset in ("cifar10", "cifar100")
-    lr = found.of(experiment.arm, experiment.setting, experiment.weight_decay)
+    lr = rates.of(experiment.arm, experiment.setting, experiment.weight_decay)
     return fresh and real and not apart and experiment.lr == lr

@@ -42,8 +42,8 @@ Collapse = dict[str, int | float | None]
 """Fields of `deqfast.NCResult` of the training images; None if a metric is not defined."""
 
 
-def _check_collapse(found: Collapse | None) -> None:
-    if found is not None and (absent := [name for name in MEASURED if name not in found]):
+def _check_collapse(collapse: Collapse | None) -> None:
+    if collapse is not None and (absent := [name for name in MEASURED if name not in collapse]):
         raise ValueError(f"nc has no {absent[0]}")
 
 
@@ -216,12 +216,12 @@ class RunResult(Recorded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one = self.settings
+        settings = self.settings
         if self.steps not in (EAGER, GRAPHED):
             raise ValueError(f"steps {self.steps}: {EAGER} or {GRAPHED}")
-        if self.arm not in ARMS or self.arm != one.arm:
-            raise ValueError(f"arm {self.arm}: {one.arm}, as the settings say, and one of {', '.join(ARMS)}")
-        if "auto" in (one.preset, one.dataset, one.device, one.precision):
+        if self.arm not in ARMS or self.arm != settings.arm:
+            raise ValueError(f"arm {self.arm}: {settings.arm}, as the settings say, and one of {', '.join(ARMS)}")
+        if "auto" in (settings.preset, settings.dataset, settings.device, settings.precision):
             raise ValueError("settings must have a preset, data set, device and precision, not auto")
 
     @property

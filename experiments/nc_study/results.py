@@ -54,7 +54,7 @@ def network_result(
     assert final.nc is not None  # the last epoch has it
     groups = {group: [getattr(epoch, group) for epoch in last] for group in record.GROUPS}
     accuracy = {group: record.Spread.of(values) for group, values in groups.items() if None not in values}
-    spent = [round(sum(getattr(one.seconds, part) for one in epochs), 1) for part in ("train", "test", "metrics")]
+    spent = [round(sum(getattr(epoch.seconds, part) for epoch in epochs), 1) for part in ("train", "test", "metrics")]
     solves = [epoch.train_solver for epoch in epochs if epoch.train_solver]
     solver = None
     if solves:
@@ -79,16 +79,19 @@ def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
     columns of the solves in training, and of each pass with fixed weights (None without a pass)."""
     shots = (name for name in record.SHOTS if getattr(epochs[-1], name) is not None)
     names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS, *shots)
-    found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.MEASURED}
+    curves: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
+    curves |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.MEASURED}
     if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
-        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in record.SOLVED}
+        curves |= {name: tuple(getattr(solve, name) for solve in solves) for name in record.SOLVED}
     for part in record.PASSES:
         passes = [getattr(epoch, f"{part}_solver") for epoch in epochs]
         if any(passes):
             columns = (*record.SOLVER_MEANS, *record.SOLVER_COUNTS)
-            found |= {f"{part}_{name}": tuple(one and getattr(one, name) for one in passes) for name in columns}
-    return found
+            curves |= {
+                f"{part}_{name}": tuple(solves_of_pass and getattr(solves_of_pass, name) for solves_of_pass in passes)
+                for name in columns
+            }
+    return curves
 
 
 def _mean(values: Iterable[record.Number]) -> record.Number:

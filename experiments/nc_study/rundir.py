@@ -106,15 +106,15 @@ class RunDirectory:
     @property
     def epochs(self) -> list[Epoch]:
         """Finished epochs, up to the first incomplete or damaged line. Raises Unreadable if it is not a file."""
-        found: list[Epoch] = []
+        epochs: list[Epoch] = []
         if not self._log.exists():
-            return found
+            return epochs
         with reading(self._log, REMEDY):
             lines = self._log.read_bytes().splitlines()
         with suppress(ValueError, RecursionError):
             for line in lines:
-                found.append(msgspec.json.decode(line, type=Epoch))
-        return found
+                epochs.append(msgspec.json.decode(line, type=Epoch))
+        return epochs
 
     def cut(self, count: int) -> None:
         """Drop what was saved after the checkpoint, also an incomplete line: `count` epochs stay."""
@@ -123,7 +123,7 @@ class RunDirectory:
             raise StudyError(f"{self._log} lacks lines of the {count} finished epochs: start again in another --out")
         if measured := [epoch.epoch for epoch in kept if epoch.nc]:
             saved = moments.read(self.moments)
-            saved = {name: one[saved["epoch"] <= count] for name, one in saved.items()}
+            saved = {name: array[saved["epoch"] <= count] for name, array in saved.items()}
             if saved["epoch"].tolist() != measured:
                 raise StudyError(f"{self.moments} lacks measurements of these epochs: start again in another --out")
             write_arrays(self.moments, saved)

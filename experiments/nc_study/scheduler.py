@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from runs.script import PARENT
 
 from .config import Setting, Settings, settings_from
 from .data import class_sizes
-from .models import choose_kernel
+from .networks import choose_kernel
 from .rundir import RunDirectory
 from .training import is_measured, is_tested, pace
 
 SCRIPTS = Path(__file__).parents[1]
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "TORCHELASTIC")
+PACED = attrgetter("arm", "width", "batch_size", "classes", "precision", "solver", "tol", "max_iter")
+"""Settings on which the time of a step depends."""
 
 
 class Task(Run):
@@ -90,9 +93,9 @@ def plan(wanted: Iterable[Mapping[str, Any]], given: Mapping[str, Any], processe
     several runs at a time use the cores better than one with several threads.
     """
     tasks: dict[Path, Task] = {}
-    for one in wanted:
-        ours = {"threads": 1, **given, **one, "resume": True}
-        complete = settings_from(Setting(one["dataset"], one.get("majority")).study, **ours)
+    for options in wanted:
+        ours = {"threads": 1, **given, **options, "resume": True}
+        complete = settings_from(Setting(options["dataset"], options.get("majority")).study, **ours)
         kernel, obstacle = choose_kernel(complete.kernel, complete.device)
         settings = replace(complete, kernel=kernel)
         run = RunDirectory(Path(settings.out) / settings.run_name)
@@ -106,14 +109,14 @@ def hours_left(tasks: Iterable[Task]) -> dict[Task, float]:
     paces: dict[tuple[Any, ...], tuple[float, float]] = {}
     hours = {}
     for task in tasks:
-        one = task.settings
-        kind = (one.arm, one.width, one.batch_size, one.classes, one.precision, one.solver, one.tol, one.max_iter)
-        left = [] if task.finished else range(len(task.run.epochs) + 1, one.epochs + 1)
+        settings = task.settings
+        kind = PACED(settings)
+        left = [] if task.finished else range(len(task.run.epochs) + 1, settings.epochs + 1)
         if left:
-            step, evaluation = paces.get(kind) or paces.setdefault(kind, pace(one))
-            images = sum(class_sizes(one))
-            passes = images * sum(is_measured(one, epoch) for epoch in left)
-            passes += one.test_images * sum(is_tested(one, epoch) for epoch in left)
+            step, evaluation = paces.get(kind) or paces.setdefault(kind, pace(settings))
+            images = sum(class_sizes(settings))
+            passes = images * sum(is_measured(settings, epoch) for epoch in left)
+            passes += settings.test_images * sum(is_tested(settings, epoch) for epoch in left)
             hours[task] = (len(left) * images * step + passes * evaluation) / 3600
     return hours
 

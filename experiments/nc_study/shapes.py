@@ -81,5 +81,5 @@ def _ground(count: int, random: np.random.Generator) -> Array:
     corners = [_colours(random.random(count), (0.0, 0.8), (0.1, 1.0), random) for _ in range(4)]
     right = np.linspace(0, 1, SIZE)[:, None]
     down = np.linspace(0, 1, SIZE)[:, None, None]
-    top, bottom = (one + right * (other - one) for one, other in (corners[:2], corners[2:]))
+    top, bottom = (left + right * (other - left) for left, other in (corners[:2], corners[2:]))
     return top + down * (bottom - top)

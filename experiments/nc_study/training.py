@@ -22,8 +22,8 @@ import deqfast
 from . import distributed
 from .config import Settings
 from .data import Source, StudyData, load
-from .models import build, project
 from .moments import Arrays, moments
+from .networks import build, project
 from .record import AVERAGED, GROUPS, SHOTS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
@@ -227,7 +227,7 @@ class Trainer:
             if output.solution is not None:
                 tally.add(output.solution)
             parts.append((output.logits.argmax(1), labels, output.features))
-        predictions, labels, features = (distributed.gather(torch.cat(one)) for one in zip(*parts, strict=True))
+        predictions, labels, features = (distributed.gather(torch.cat(batches)) for batches in zip(*parts, strict=True))
         return Inference(predictions, labels, features, tally.summary())
 
     def measure_collapse(self) -> tuple[dict[str, Any], Arrays]:
@@ -236,8 +236,8 @@ class Trainer:
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        numbers = {name: one for name, one in result._asdict().items() if isinstance(one, int | float)}
-        collapse: Collapse = {name: one if math.isfinite(one) else None for name, one in numbers.items()}
+        numbers = {name: number for name, number in result._asdict().items() if isinstance(number, int | float)}
+        collapse: Collapse = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         return {"nc": collapse, "nc_solver": seen.solver}, moments(seen.features, seen.labels, weight)
 
 

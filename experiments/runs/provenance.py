@@ -31,7 +31,7 @@ class Machine:
     processes: int = 1
     bf16: str | None = None
     """How a CPU computed products of bfloat16: by its "instructions", or by "float32 kernels" (see
-    `nc_study.models.Conv2d`). None without such products, and in records older than this field, all of which had the
+    `nc_study.networks.Conv2d`). None without such products, and in records older than this field, all of which had the
     instructions."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from nc_study.models import count_parameters
+from nc_study.networks import count_parameters
 from runs import style
 from runs.files import reading
 from runs.options import StudyError

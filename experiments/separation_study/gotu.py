@@ -14,7 +14,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from nc_study.models import count_parameters
+from nc_study.networks import count_parameters
 from scipy import optimize
 from scipy.linalg import hadamard
 from torch import Tensor, nn

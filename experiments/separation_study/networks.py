@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from nc_study.models import count_parameters
+from nc_study.networks import count_parameters
 from torch import Tensor, nn
 
 import deqfast

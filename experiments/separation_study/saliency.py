@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from nc_study.config import ARMS, Settings, arm_options, settings_from
 from nc_study.data import find_source, load
-from nc_study.models import ResNet18, build, choose_kernel
+from nc_study.networks import ResNet18, build, choose_kernel
 from nc_study.reporting.runs import collect
 from nc_study.rundir import RunDirectory
 from nc_study.training import Trainer

@@ -9,7 +9,7 @@ from itertools import chain
 from statistics import fmean
 
 import torch
-from nc_study.models import count_parameters
+from nc_study.networks import count_parameters
 from torch import Tensor
 
 import deqfast

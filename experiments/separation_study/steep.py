@@ -13,7 +13,7 @@ from operator import attrgetter
 from statistics import fmean
 
 import torch
-from nc_study.models import count_parameters
+from nc_study.networks import count_parameters
 from runs import style
 from torch import Tensor
 

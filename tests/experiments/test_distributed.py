@@ -19,16 +19,16 @@ from nc_study import distributed
 from study_helpers import float64
 with float64(), distributed.processes("cpu"):
     torch.set_num_threads(1)
-    found = test_distributed.steps_of_every_kind()
+    seen = test_distributed.steps_of_every_kind()
     rank = torch.distributed.get_rank()
-    found["gathered"] = distributed.gather(torch.full((2 + rank, 2), float(rank)))
-    found["from first"] = distributed.from_first(lambda: {"rank": rank})
+    seen["gathered"] = distributed.gather(torch.full((2 + rank, 2), float(rank)))
+    seen["from first"] = distributed.from_first(lambda: {"rank": rank})
     statistics = torch.nn.BatchNorm1d(1)
     statistics.running_mean += rank + 3
     distributed.share_statistics(statistics)
-    found["statistics"] = statistics.running_mean
+    seen["statistics"] = statistics.running_mean
     print("rank", rank)
-    torch.save(found, f"{sys.argv[1]}/{rank}.pt")
+    torch.save(seen, f"{sys.argv[1]}/{rank}.pt")
     distributed.from_first(test_distributed.refuse)
 """
 
@@ -49,7 +49,7 @@ def refuse() -> None:
 def steps_of_every_kind() -> dict[str, object]:
     """Weights, momenta and counts after steps with batches of 5, 1 (an empty share) and 4 images. Samples are left out
     in one process, in both, and all."""
-    found: dict[str, object] = {}
+    kinds: dict[str, object] = {}
     for name, model, given in (
         ("explicit", "explicit", {}),
         ("jfb", "deq", {"e_w": 0.5, "e_h": 2.0}),
@@ -59,33 +59,33 @@ def steps_of_every_kind() -> dict[str, object]:
         settings = settings_from(
             "cifar_lt", **tiny, model=model, epochs=2, batch_size=5, lr=1e-3, precision="fp32", **given
         )
-        one = Trainer(settings, shapes_data(settings))
+        trainer = Trainer(settings, shapes_data(settings))
         if name == "implicit":  # the initial cell does not contract: its adjoint solve amplifies a rounding to 1e-5
-            one.network.last.cell.conv2.weight.data *= 0.03
-            one.network.last.cell.norm2.weight.data *= 10
+            trainer.network.last.cell.conv2.weight.data *= 0.03
+            trainer.network.last.cell.norm2.weight.data *= 10
         tally, losses = SolverTally(CPU), []
         for left_out in ((), (0,), (0, 1, 2, 3, 4))[: 1 if name == "implicit" else 3]:
-            losses += [step(one, size, left_out, tally) for size in (5, 1, 4)]
-        seen, solver = one.infer("test"), tally.summary()
-        found[name] = {
+            losses += [step(trainer, size, left_out, tally) for size in (5, 1, 4)]
+        seen, solver = trainer.infer("test"), tally.summary()
+        kinds[name] = {
             "losses": losses,
-            "state": one.state(1),
+            "state": trainer.state(1),
             "solver": solver and asdict(solver),
             "test": [seen.predictions, seen.labels, seen.features],
         }
-    return found
+    return kinds
 
 
-def step(one: Trainer, size: int, left_out: tuple[int, ...], tally: SolverTally) -> list[float]:
+def step(trainer: Trainer, size: int, left_out: tuple[int, ...], tally: SolverTally) -> list[float]:
     """Make a step with the first images; the solves of the samples left out are reported as broken. It uses the running
     statistics, because processes on CPUs do not share those of a batch."""
     mine, real = distributed.share(0, size), training.usable
     mask = torch.tensor([i not in left_out for i in range(mine.start, mine.stop)], dtype=torch.bool)
     training.usable = lambda solution: real(solution) & mask
     try:
-        one.network.eval()
-        images = one.data.normalise(one.data.train_images[mine])
-        return distributed.total(one.train_step(images, one.data.train_labels[mine], tally)).tolist()
+        trainer.network.eval()
+        images = trainer.data.normalise(trainer.data.train_images[mine])
+        return distributed.total(trainer.train_step(images, trainer.data.train_labels[mine], tally)).tolist()
     finally:
         training.usable = real
 
@@ -101,10 +101,10 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
         expected = steps_of_every_kind()
     assert expected["jfb"]["solver"]["skipped"] == 3 + 10 and expected["jfb"]["losses"][-1] == [0, 0, 0]
     for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert found.pop("gathered").tolist() == [[0, 0]] * 2 + [[1, 1]] * 3
-        assert found.pop("from first") == {"rank": 0} and found.pop("statistics") == 3
-        assert_same(found, expected, rtol=GRADIENT, atol=GRADIENT)
+        seen = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert seen.pop("gathered").tolist() == [[0, 0]] * 2 + [[1, 1]] * 3
+        assert seen.pop("from first") == {"rank": 0} and seen.pop("statistics") == 3
+        assert_same(seen, expected, rtol=GRADIENT, atol=GRADIENT)
 
 
 @pytest.mark.tier("full")

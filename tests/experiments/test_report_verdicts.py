@@ -261,7 +261,7 @@ def write_parts(tmp_path, monkeypatch):
     """Write a run of each arm, setting and seed (two) of a part, the DEQ ahead by `gain(setting, seed)`: all groups."""
     every = tuple(Rate(arm, ratio, 5e-4, 0.01, 50.0) for arm in protocol.NEW_ARMS for ratio in (10, 100))
     monkeypatch.setattr(protocol, "rates", lambda: Rates((), every))
-    kept = {name: tuple(replace(one, seeds=range(10, 12)) for one in protocol.PARTS[name]) for name in JUDGED}
+    kept = {name: tuple(replace(block, seeds=range(10, 12)) for block in protocol.PARTS[name]) for name in JUDGED}
     for name in JUDGED:
         monkeypatch.setitem(protocol.PARTS, name, kept[name])
 
@@ -300,8 +300,8 @@ def test_all_settings_are_judged_by_their_means_and_the_slope_in_log_r(write_par
     _, settings, _ = parts(write_parts("settings", gain))
     s1, s3 = (judged for judged in settings.judged if judged.claim.name in ("S1", "S3"))
     assert s1.verdict == s3.verdict == SUPPORTED
-    assert s3.found.mean == pytest.approx(3) and s3.found.freedom == 6 * 2 - 1
-    assert s1.found.mean == pytest.approx(1 + 3 * (math.log10(5) + 1) / 3) and s1.found.freedom == 17
+    assert s3.estimate.mean == pytest.approx(3) and s3.estimate.freedom == 6 * 2 - 1
+    assert s1.estimate.mean == pytest.approx(1 + 3 * (math.log10(5) + 1) / 3) and s1.estimate.freedom == 17
 
 
 @pytest.mark.parametrize(
@@ -333,6 +333,6 @@ def test_the_power_is_of_the_registered_pairs(monkeypatch):
     """An effect far above the deviations is always seen, and none is seen as rarely as the level says."""
     monkeypatch.setattr(power, "DRAWS", 40)
     assert [len(pairs) for pairs in next(power.drawn([1.0] * 3, 0.0))] == [6, 12, 12]
-    assert power.found([0.1] * 3, 1.0, 0.05 / 9) == 1 and power.found([1.0] * 3, 0.0, 0.05) < 0.3
+    assert power.power([0.1] * 3, 1.0, 0.05 / 9) == 1 and power.power([1.0] * 3, 0.0, 0.05) < 0.3
     low = power.detectable([1.0] * 3, 0.05)
-    assert power.found([1.0] * 3, low, 0.05) >= POWER > power.found([1.0] * 3, 0.5 * low, 0.05)
+    assert power.power([1.0] * 3, low, 0.05) >= POWER > power.power([1.0] * 3, 0.5 * low, 0.05)

@@ -15,13 +15,13 @@ def test_an_epoch_in_graphs_is_that_of_the_eager_loop(adjoint, monkeypatch):
     lines, states = [], []
     for steps in (training.EAGER, training.GRAPHED):
         monkeypatch.setattr(training, "how_steps_run", lambda settings, steps=steps: steps)
-        one = trainer(adjoint=adjoint, kernel="cpp")
-        one.network.last.drop_converged = False  # as on a GPU
+        each = trainer(adjoint=adjoint, kernel="cpp")
+        each.network.last.drop_converged = False  # as on a GPU
         launches = Graph.launches
-        lines += [one.train_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2)]
-        states.append(one.state(2))
-    made = sum(-(-len(one.data.train_images) // 16) for _ in (1, 2))
-    assert Graph.launches - launches == made - 4 + (len(one.data.train_images) % 16 == 0) * 2
+        lines += [each.train_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2)]
+        states.append(each.state(2))
+    made = sum(-(-len(each.data.train_images) // 16) for _ in (1, 2))
+    assert Graph.launches - launches == made - 4 + (len(each.data.train_images) % 16 == 0) * 2
     for eager, graphed in zip(lines[:2], lines[2:], strict=True):
         assert graphed["loss"] == pytest.approx(eager["loss"], rel=1e-4)
         assert graphed["lr"] == eager["lr"] and graphed["train_accuracy"] == eager["train_accuracy"]

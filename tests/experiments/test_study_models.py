@@ -3,10 +3,10 @@
 import pytest
 import torch
 from correctness import rounding
-from nc_study import models
+from nc_study import networks
 from nc_study.analysis import spectral_radius
 from nc_study.config import CELLS, MODELS, RUNNABLE, arm_options, settings_from
-from nc_study.models import Conv2d, build, cost, project
+from nc_study.networks import Conv2d, build, cost, project
 from study_helpers import shapes_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,7 +114,7 @@ def test_float32_kernels_compute_products_of_bfloat16(size, stride, monkeypatch)
     draw = torch.Generator().manual_seed(0)
     x = torch.randint(-1023, 1024, (2, 4, 6, 6), generator=draw).float()
     weight = torch.randint(-255, 256, (4, 4, size, size), generator=draw).float()  # 36 products of 2^18
-    monkeypatch.setattr(models, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(networks, "multiplies_bf16", lambda: False)
     convolution = Conv2d(4, 4, size, stride)
     convolution.weight.data.copy_(weight)
     with Kernels() as kernels, torch.autocast("cpu", torch.bfloat16):

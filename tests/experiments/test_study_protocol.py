@@ -8,7 +8,7 @@ import pytest
 import study as script
 from nc_study import protocol
 from nc_study.config import settings_from
-from nc_study.protocol import CLAIMS, PRIMARY, RECIPE_B, TRIED, Rate, choose_rates, counts, of_own_rate, runs, trials
+from nc_study.protocol import CLAIMS, PRIMARY, RECIPE_B, TRIED, Rate, choose_rates, counts, has_own_rate, runs, trials
 from nc_study.reporting.verdicts import BANDS
 from nc_study.scheduler import plan
 from runs.files import to_json
@@ -23,26 +23,26 @@ def rows_of(heading):
 
 
 def test_primary_runs_count_on_a_gpu():
-    assert [(one.setting.imbalance, *one.seeds) for one in PRIMARY] == [
+    assert [(block.setting.imbalance, *block.seeds) for block in PRIMARY] == [
         ("(3,7) R = 10", 0, 1, 2, 3, 4, 5),
         ("(3,7) R = 100", 0, 1, 2),
         ("(5,5) R = 100", 0, 1, 2),
     ]
     assert sum(len(block.seeds) * len(block.arms) for block in PRIMARY) == 48
     given = {**PRIMARY[0].setting.options, **RECIPE_B, "preset": "study", "model": "explicit", "precision": "bf16"}
-    one = settings_from("cifar_lt", device="cpu", **given)
-    assert [counts(replace(one, device=device)) for device in ("cpu", "cuda")] == [False, True]
+    experiment = settings_from("cifar_lt", device="cpu", **given)
+    assert [counts(replace(experiment, device=device)) for device in ("cpu", "cuda")] == [False, True]
 
 
 def test_claims_and_sizes_of_the_parts_are_the_registered_ones():
     names = {"overall": "overall", "nc2": "NC2 as printed", "nc1": "NC1", "nc3_centered": "centred NC3"}
     claims = [*protocol.MECHANISM_CLAIMS, *protocol.SETTINGS_CLAIMS, *protocol.SIZE_CLAIMS]
     table = rows_of("### Claims")
-    assert [row[:3] for row in table] == [[one.name, one.arm, one.control] for one in claims]
-    assert [row[4] for row in table] == [one.expected for one in claims]
+    assert [row[:3] for row in table] == [[claim.name, claim.arm, claim.control] for claim in claims]
+    assert [row[4] for row in table] == [claim.expected for claim in claims]
     shown = [row[3].partition(",")[0].partition(" of")[0] for row in table]
-    assert shown == [names.get(one.quantity, one.quantity) for one in claims]
-    assert {one.quantity for one in claims} | {one.quantity for one in CLAIMS} == BANDS.keys()
+    assert shown == [names.get(claim.quantity, claim.quantity) for claim in claims]
+    assert {claim.quantity for claim in claims} | {claim.quantity for claim in CLAIMS} == BANDS.keys()
 
 
 @pytest.fixture
@@ -51,17 +51,19 @@ def chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "CHOSEN", tmp_path / "rates.json")
     made = [settings_from("cifar_lt", device="cpu", **options) for options in trials()]
     accuracy = {(10, 0.01): 50.0, (10, 0.1): 51.0, (100, 0.01): 50.0, (100, 0.1): 50.0}
-    found = [Rate(one.arm, one.ratio, one.weight_decay, one.lr, accuracy.get((one.ratio, one.lr))) for one in made]
-    assert choose_rates(found[:-1]).chosen == (), "not before all are finished"
-    (tmp_path / "rates.json").write_bytes(to_json(choose_rates(found)))
+    finished = [
+        Rate(each.arm, each.ratio, each.weight_decay, each.lr, accuracy.get((each.ratio, each.lr))) for each in made
+    ]
+    assert choose_rates(finished[:-1]).chosen == (), "not before all are finished"
+    (tmp_path / "rates.json").write_bytes(to_json(choose_rates(finished)))
     return made
 
 
 def test_trials_are_fair_and_none_sees_the_test_set(chosen):
-    kinds = Counter((one.arm, one.ratio, one.weight_decay) for one in chosen)
+    kinds = Counter((each.arm, each.ratio, each.weight_decay) for each in chosen)
     assert set(kinds.values()) == {3} and len(kinds) == 2 * (8 + 2) and len(chosen) == 60
-    assert {one.evaluate for one in chosen} == {"validation"} and {one.n_majority for one in chosen} == {4500}
-    assert {one.seed for one in chosen} == {100} and {one.epochs for one in chosen} == {10}
+    assert {each.evaluate for each in chosen} == {"validation"} and {each.n_majority for each in chosen} == {4500}
+    assert {each.seed for each in chosen} == {100} and {each.epochs for each in chosen} == {10}
 
 
 @pytest.mark.parametrize("part", protocol.PARTS)
@@ -72,16 +74,19 @@ def test_the_runs_of_a_part_are_the_registered_ones(part, chosen, tmp_path):
         name = row[0].strip("`") or name
         registered[name] += int(row[4])
     assert len(listed) == registered[part] and registered.keys() == {"rates", *protocol.PARTS}
-    assert {one.seed for one in listed} <= set(range(10, 22)) and {one.precision for one in listed} == {"bf16"}
-    rates = {one.lr for one in listed if one.ratio in (None, 10)}, {one.lr for one in listed if one.ratio in (50, 100)}
+    assert {each.seed for each in listed} <= set(range(10, 22)) and {each.precision for each in listed} == {"bf16"}
+    rates = (
+        {each.lr for each in listed if each.ratio in (None, 10)},
+        {each.lr for each in listed if each.ratio in (50, 100)},
+    )
     assert rates == (({1e-4},) * 2 if part == "printed" else ({0.1}, {0.01}))
-    assert {one.weight_decay for one in listed} == {2e-3 if part == "decay" else 5e-4}
-    assert {one.width for one in listed} == {64 if part in ("printed", "size") else 16}
-    assert {one.epochs for one in listed} == {100 if part == "printed" else 30}
-    on_gpu = [replace(one, device="cuda") for one in listed]
-    assert all(of_own_rate(one, protocol.rates()) == (part != "printed") for one in on_gpu)
-    assert not any(of_own_rate(one, protocol.rates()) for one in listed), "runs on a CPU are pilots"
-    assert not any(of_own_rate(replace(one, seed=0), protocol.rates()) for one in on_gpu)
+    assert {each.weight_decay for each in listed} == {2e-3 if part == "decay" else 5e-4}
+    assert {each.width for each in listed} == {64 if part in ("printed", "size") else 16}
+    assert {each.epochs for each in listed} == {100 if part == "printed" else 30}
+    on_gpu = [replace(each, device="cuda") for each in listed]
+    assert all(has_own_rate(each, protocol.rates()) == (part != "printed") for each in on_gpu)
+    assert not any(has_own_rate(each, protocol.rates()) for each in listed), "runs on a CPU are pilots"
+    assert not any(has_own_rate(replace(each, seed=0), protocol.rates()) for each in on_gpu)
 
 
 def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeypatch, capsys):
@@ -102,9 +107,11 @@ def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeyp
 
     monkeypatch.setattr(script, "run_all", run_all)
     assert script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")]) == 1
-    found = protocol.rates()
-    assert [one.overall is None for one in found.trials] == [True, False] and [one.lr for one in found.chosen] == [0.1]
-    whole = to_json(replace(found, trials=(*found.trials, found.trials[0])))
+    rates = protocol.rates()
+    assert [trial.overall is None for trial in rates.trials] == [True, False] and [
+        trial.lr for trial in rates.chosen
+    ] == [0.1]
+    whole = to_json(replace(rates, trials=(*rates.trials, rates.trials[0])))
     (tmp_path / "rates.json").write_bytes(whole)
     script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")])
     assert (tmp_path / "rates.json").read_bytes() == whole, "a part of the trials does not take the place of all"

@@ -34,7 +34,7 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> Source:
     with a number are aligned to the right. Text is escaped unless it is `Source`."""
     columns = [column for column in rows[0] if any(row[column] != "–" for row in rows)]
     numeric = (any(re.fullmatch(r"[+\-×]?\d[^/]*", str(row[column])) for row in rows) for column in columns)
-    sides = ["right" if one else "left" for one in numeric]
+    sides = ["right" if is_number else "left" for is_number in numeric]
     entries = [[escape(row[column]) for column in columns] for row in rows]
     headers = list(map(escape, columns))
     return Source(tabulate(entries, headers, tablefmt="pipe", disable_numparse=True, colalign=sides))
@@ -58,9 +58,9 @@ def to_html(title: str, text: str, folder: Path) -> str:
     """Make one page of Markdown, with a list of its sections and its pictures, which are given relative to `folder`."""
     converter = Markdown(extensions=["tables", "toc"], extension_configs={"toc": {"toc_depth": "2-2"}})
 
-    def inline(found: re.Match[str]) -> str:
-        content = (folder / html.unescape(found[2])).read_bytes()
-        return f'{found[1]}data:image/png;base64,{base64.b64encode(content).decode()}"'
+    def inline(picture: re.Match[str]) -> str:
+        content = (folder / html.unescape(picture[2])).read_bytes()
+        return f'{picture[1]}data:image/png;base64,{base64.b64encode(content).decode()}"'
 
     body = re.sub(r'(<img [^>]*src=")([^"]+)"', inline, converter.convert(text))
     contents = converter.toc  # type: ignore[attr-defined]  # which the extension sets

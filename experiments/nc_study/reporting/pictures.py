@@ -45,17 +45,19 @@ def pictures(group: Group) -> Iterator[Picture]:
 def _panels(group: Group, quantity: str) -> Iterator[figures.Panel]:
     """Make the panels of a quantity: the settings in which an arm and the explicit network share two seeds."""
     for setting in group.settings:
-        found = {arm: group.differences(setting, arm, "explicit", quantity) for arm in ARMS if arm != "explicit"}
-        if found := {arm: seeds for arm, seeds in found.items() if len(seeds) > 1}:
+        differences = {arm: group.differences(setting, arm, "explicit", quantity) for arm in ARMS if arm != "explicit"}
+        if differences := {arm: seeds for arm, seeds in differences.items() if len(seeds) > 1}:
             entry = {} if group.drawn else PAPER.get(setting, {})
             before, after = (getattr(entry.get(model), quantity, None) for model in ("explicit", "deq"))
-            networks = {(arm, seed): one for arm in found for seed, one in group.networks(setting, arm).items()}
+            networks = {
+                (arm, seed): network for arm in differences for seed, network in group.networks(setting, arm).items()
+            }
             yield figures.Panel(
                 title=setting.imbalance,
-                differences=found,
-                intervals={arm: estimate([list(seeds.values())]).interval for arm, seeds in found.items()},
+                differences=differences,
+                intervals={arm: estimate([list(seeds.values())]).interval for arm, seeds in differences.items()},
                 printed=after.mean - before.mean if before and after else None,
-                ringed=[key for key, one in networks.items() if broken(one)],
+                ringed=[key for key, network in networks.items() if broken(network)],
             )
 
 
@@ -66,12 +68,12 @@ def _course(group: Group) -> Figure:
     for setting in group.settings:
         number, ends = courses.get((setting.majority, setting.ratio), ("No course in the paper", ""))
         networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
-        curves = {arm: [network.curves for network in found] for arm, found in networks.items() if found}
+        curves = {arm: [network.curves for network in by_seed] for arm, by_seed in networks.items() if by_seed}
         heading = f"{number}: {setting}" + (f" (in the paper {ends})" if ends else "")
         entry = {} if group.drawn else PAPER.get(setting, {})
         rows[heading] = curves
-        for model, one in entry.items():
-            known = {name: shown.mean for name in GROUPS if (shown := getattr(one, name))}
+        for model, accuracies in entry.items():
+            known = {name: shown.mean for name in GROUPS if (shown := getattr(accuracies, name))}
             printed.setdefault(heading, {})[DEQ if model == "deq" else model] = known
     return figures.study_figure(rows, printed)
 

@@ -24,12 +24,12 @@ CONTROLS = ("explicit", "explicit-norm")
 def deviations(group: Group, quantity: str) -> list[float]:
     """Deviation over seeds of the paired differences in each setting of the mechanism: the larger one of the controls,
     and in the two settings with three seeds the common one."""
-    found = {}
+    variances = {}
     for block in PRIMARY:
         pairs = [group.differences(block.setting, "deq-implicit", control, quantity) for control in CONTROLS]
-        found[block.setting] = max(statistics.variance(one.values()) for one in pairs)
-    common = statistics.fmean(value for setting, value in found.items() if setting.ratio == 100)
-    return [(common if one.setting.ratio == 100 else found[one.setting]) ** 0.5 for one in MECHANISM]
+        variances[block.setting] = max(statistics.variance(pair.values()) for pair in pairs)
+    common = statistics.fmean(value for setting, value in variances.items() if setting.ratio == 100)
+    return [(common if block.setting.ratio == 100 else variances[block.setting]) ** 0.5 for block in MECHANISM]
 
 
 def drawn(spread: Sequence[float], effect: float) -> Iterator[list[list[float]]]:
@@ -37,12 +37,12 @@ def drawn(spread: Sequence[float], effect: float) -> Iterator[list[list[float]]]
     draw = np.random.default_rng(0)
     for _ in range(DRAWS):
         sizes = zip(spread, MECHANISM, strict=True)
-        yield [draw.normal(effect, one, len(block.seeds)).tolist() for one, block in sizes]
+        yield [draw.normal(effect, deviation, len(block.seeds)).tolist() for deviation, block in sizes]
 
 
-def found(spread: Sequence[float], effect: float, alpha: float) -> float:
+def power(spread: Sequence[float], effect: float, alpha: float) -> float:
     """Share of draws in which the test of signs sees the effect."""
-    return statistics.fmean(sign_flip(one) <= alpha for one in drawn(spread, effect))
+    return statistics.fmean(sign_flip(differences) <= alpha for differences in drawn(spread, effect))
 
 
 def detectable(spread: Sequence[float], alpha: float) -> float:
@@ -50,7 +50,7 @@ def detectable(spread: Sequence[float], alpha: float) -> float:
     low, high = 0.0, 4 * max(spread)
     while high - low > 0.03 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if found(spread, middle, alpha) >= POWER else (middle, high)
+        low, high = (low, middle) if power(spread, middle, alpha) >= POWER else (middle, high)
     return high
 
 
@@ -60,11 +60,11 @@ def show(roots: Sequence[Path]) -> int:
     rows, first = [], ALPHA / len(MECHANISM_CLAIMS)
     for quantity in dict.fromkeys(claim.quantity for claim in MECHANISM_CLAIMS):
         spread = deviations(group, quantity)
-        equal = [estimate(one, common=True).p_equal(BANDS[quantity]) for one in drawn(spread, 0.0)]
+        equal = [estimate(differences, common=True).p_equal(BANDS[quantity]) for differences in drawn(spread, 0.0)]
         rows.append(
             {
                 "quantity": quantity,
-                "deviation over seeds": ", ".join(f"{one:.3f}" for one in spread),
+                "deviation over seeds": ", ".join(f"{deviation:.3f}" for deviation in spread),
                 "band": f"{BANDS[quantity]:.3g}",
                 "seen at 5 %": f"{detectable(spread, ALPHA):.3f}",
                 "seen at Holm's first level": f"{detectable(spread, first):.3f}",

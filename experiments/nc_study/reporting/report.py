@@ -33,30 +33,30 @@ SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 
 def show(runs: list[Path], out: Path) -> int:
     """Write the report on the runs under some folders into `out`, and print what was found; 0."""
-    found = collect(runs)
-    page = write(found, out)
-    for entry in found.rejected:
+    collection = collect(runs)
+    page = write(collection, out)
+    for entry in collection.rejected:
         print(f"{entry.state}: {entry.folder} ({entry.reason})")
-    print(*findings(found.groups), sep="\n", end="\n\n")
-    print(*(f"{group.name}, finished runs: {len(group.finished)}" for group in found.groups), sep="\n", end="\n\n")
+    print(*findings(collection.groups), sep="\n", end="\n\n")
+    print(*(f"{group.name}, finished runs: {len(group.finished)}" for group in collection.groups), sep="\n", end="\n\n")
     print(f"report:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
     return 0
 
 
-def write(found: Collection, out: Path) -> Path:
+def write(collection: Collection, out: Path) -> Path:
     """Write report, appendix and provenance, each as Markdown and as a page, and figures/ into `out`; return the
     report's page. StudyError if nothing can be written."""
     prepare_out(out / "figures")
-    made = [_part(group, out, f"other{number}-" if number else "") for number, group in enumerate(found.groups)]
-    values = facts(found.groups) | {
-        "findings": findings(found.groups),
+    made = [_part(group, out, f"other{number}-" if number else "") for number, group in enumerate(collection.groups)]
+    values = facts(collection.groups) | {
+        "findings": findings(collection.groups),
         "main": made[0] if made else None,
         "others": made[1:],
-        "parts": [_registered(one) for one in parts(found.groups)],
-        "printed_rate": tables.printed_rate(found.groups),
-        "rejected": [vars(entry) for entry in found.rejected],
-        "chosen": list(tables.chosen_rows(tuning())) if any(group.first_recipe for group in found.groups) else [],
-        "runs": tables.provenance_rows(found.groups),
+        "parts": [_registered(part) for part in parts(collection.groups)],
+        "printed_rate": tables.printed_rate(collection.groups),
+        "rejected": [vars(entry) for entry in collection.rejected],
+        "chosen": list(tables.chosen_rows(tuning())) if any(group.first_recipe for group in collection.groups) else [],
+        "runs": tables.provenance_rows(collection.groups),
     }
     for name in ("report", "appendix", "provenance"):
         text = narrow(render(TEMPLATES / f"{name}.md", source=Source, title=TITLE, averaged=AVERAGED, **values))
@@ -77,23 +77,31 @@ def facts(groups: Sequence[Group]) -> dict[str, Any]:
     first = next((group for group in groups if group.first_recipe), None)
     judged, checked = verdicts(main, CLAIMS), precision_check(groups)
     solves = solved([run for run in main.finished if counts(run.result.settings)] if main else [], DEQ)
-    devices = [one for _, one in gpu_less_cpu(groups)]
+    devices = [difference for _, difference in gpu_less_cpu(groups)]
     entries = [PAPER[block.setting] for block in PRIMARY]
     return {
         "progress": progress(main),
         "judged": judged,
-        "claims": {one.claim.name: one for one in judged},
-        "unadjusted": [one for one in judged if one.verdict == OPEN and one.found and one.found.p_different <= ALPHA],
-        "by_signs": sorted((one for one in judged if one.signs <= ALPHA), key=lambda one: one.signs),
+        "claims": {judgement.claim.name: judgement for judgement in judged},
+        "unadjusted": [
+            judgement
+            for judgement in judged
+            if judgement.verdict == OPEN and judgement.estimate and judgement.estimate.p_different <= ALPHA
+        ],
+        "by_signs": sorted(
+            (judgement for judgement in judged if judgement.signs <= ALPHA), key=lambda judgement: judgement.signs
+        ),
         "pooled": tables.pooled_rows(main, UNCLAIMED_PAIRS) if judged and main else [],
         "recipe": _recipe_of_the_explicit_network(),
         "levels": (ALPHA, ALPHA / len(CLAIMS)),
-        "conclusions": conclusions({one.claim.name: one.verdict for one in judged}) if judged else [],
+        "conclusions": conclusions({judgement.claim.name: judgement.verdict for judgement in judged}) if judged else [],
         "obstacle": _obstacle(solves, checked),
         "by_setting": tables.difference_rows(main, [(DEQ, "explicit")]) if main else [],
-        "gain": fmean(one["deq"].overall.mean - one["explicit"].overall.mean for one in entries),
+        "gain": fmean(entry["deq"].overall.mean - entry["explicit"].overall.mean for entry in entries),
         "tuned": list(tables.same_values_rows(first, groups)) if first else [],
-        "not_run": [one for one in PAPER if not (main and all(main.networks(one, arm) for arm in ("explicit", DEQ)))],
+        "not_run": [
+            setting for setting in PAPER if not (main and all(main.networks(setting, arm) for arm in ("explicit", DEQ)))
+        ],
         "widest": max((group.experiment.width for group in groups), default=0),
         "rates": {group.experiment.lr for group in groups for _, arm in group.runs if arm == DEQ},
         "checked": checked,
@@ -118,18 +126,18 @@ def _registered(part: Part) -> dict[str, Any]:
 
 def _recipe_of_the_explicit_network() -> dict[str, float | None]:
     """Return accuracies of the trials with recipe B, and the DEQ's best, if the explicit network's best is recipe B."""
-    found = tuning()
-    if found.chosen["explicit"] != RECIPE_B:
+    tuned = tuning()
+    if tuned.chosen["explicit"] != RECIPE_B:
         return {}
-    at = {one.arm: one.overall for one in found.trials if one.values == RECIPE_B}
-    best = max(one.overall for one in found.trials if one.arm == DEQ and one.overall is not None)
+    at = {trial.arm: trial.overall for trial in tuned.trials if trial.values == RECIPE_B}
+    best = max(trial.overall for trial in tuned.trials if trial.arm == DEQ and trial.overall is not None)
     return {"explicit": at["explicit"], "deq": at[DEQ], "deq_best": best}
 
 
 def solved(runs: Sequence[Run], arm: str) -> float | None:
     """Return the share of an arm's samples that reach the tolerance in the last epoch, on average over its runs."""
     networks = [run.result.network for run in runs if run.result.arm == arm]
-    return fmean(one.curves["converged"][-1] or 0 for one in networks) if networks else None
+    return fmean(network.curves["converged"][-1] or 0 for network in networks) if networks else None
 
 
 def _obstacle(share: float | None, checked: dict[str, float]) -> str:

@@ -54,10 +54,10 @@ class Run:
             last = {name: torch.from_numpy(saved[name][-1]) for name in ("means", "counts", "weight", "traces")}
             if {len(part) for part in last.values()} != {setting.classes}:
                 raise ValueError(f"its arrays must be of {setting.classes} classes")
-            found = class_geometry(
+            geometry = class_geometry(
                 last["means"], last["counts"], last["weight"], last["traces"], setting.majority_classes
             )
-        return found
+        return geometry
 
     def features(self) -> tuple[np.ndarray, np.ndarray]:
         """Read features (N, D) and labels (N,), sorted by class, without the rows that are not finite. Raises
@@ -107,10 +107,10 @@ class Group:
     @property
     def recipe_b(self) -> bool:
         """Whether they are the runs on which the protocol's verdicts rest."""
-        return not self.own and protocol.of_recipe_b(self.experiment) and self.experiment.device == "cuda"
+        return not self.own and protocol.has_recipe_b(self.experiment) and self.experiment.device == "cuda"
 
     @property
-    def of_the_parts(self) -> bool:
+    def is_of_parts(self) -> bool:
         """Whether parts of the amendment of 2026-11-28 are judged by them."""
         return self.own and self.experiment.weight_decay == protocol.DECAY
 
@@ -122,21 +122,21 @@ class Group:
     @property
     def recipe(self) -> str:
         """Rate / decay / gain, every other option that is not the preset's, and the device."""
-        one = self.experiment
-        rate = "each arm's own" if self.own else f"{one.lr:g}"
-        values = "tuned arm by arm" if self.tuned else f"{rate} / {one.weight_decay:g} / {one.scale:g}"
+        experiment = self.experiment
+        rate = "each arm's own" if self.own else f"{experiment.lr:g}"
+        values = "tuned arm by arm" if self.tuned else f"{rate} / {experiment.weight_decay:g} / {experiment.scale:g}"
         hidden = {*NOT_OF_THE_EXPERIMENT, *protocol.TUNED, "solver"}
-        apart = [(flag_of(name)[2:], value) for name, value in one.departures.items() if name not in hidden]
+        apart = [(flag_of(name)[2:], value) for name, value in experiment.departures.items() if name not in hidden]
         options = [
             str(value) if name == "precision" else name if value is True else f"{name} {value}" for name, value in apart
         ]
-        return ", ".join([values, *options, {"cuda": "GPU", "cpu": "CPU"}[one.device]])
+        return ", ".join([values, *options, {"cuda": "GPU", "cpu": "CPU"}[experiment.device]])
 
     @property
     def name(self) -> str:
         """The preset, the data, the solver and the recipe."""
-        one = self.experiment
-        return f"{one.preset} preset on {one.dataset}, {one.solver}, {self.recipe}"
+        experiment = self.experiment
+        return f"{experiment.preset} preset on {experiment.dataset}, {experiment.solver}, {self.recipe}"
 
     @property
     def drawn(self) -> bool:
@@ -155,13 +155,15 @@ class Group:
     @property
     def settings(self) -> list[Setting]:
         """Settings that were run: balanced first, then by K_A and R."""
-        return sorted({setting for setting, _ in self.runs}, key=lambda one: (one.majority or 0, one.ratio or 0))
+        return sorted(
+            {setting for setting, _ in self.runs}, key=lambda setting: (setting.majority or 0, setting.ratio or 0)
+        )
 
     @property
     def finished(self) -> list[Run]:
         """Each run once, by folder."""
-        found = {run.path: run for seeds in self.runs.values() for run in seeds.values()}
-        return [found[path] for path in sorted(found)]
+        by_path = {run.path: run for seeds in self.runs.values() for run in seeds.values()}
+        return [by_path[path] for path in sorted(by_path)]
 
     def networks(self, setting: Setting, arm: str) -> dict[int, NetworkResult]:
         """Return what an arm came to in a setting under each seed."""
@@ -176,16 +178,16 @@ class Group:
 def apart(after: Mapping[int, NetworkResult], before: Mapping[int, NetworkResult], quantity: str) -> dict[int, float]:
     """Return a quantity of the first less the second, of NC1 the logarithm of their ratio, under each seed that has
     both, if it is defined."""
-    found = {}
+    by_seed = {}
     for seed in before.keys() & after.keys():
         old, new = before[seed].quantity(quantity), after[seed].quantity(quantity)
         if old is None or new is None:
             continue
         if quantity != "nc1":
-            found[seed] = new - old
+            by_seed[seed] = new - old
         elif old > 0 and new > 0:
-            found[seed] = math.log(new / old)
-    return found
+            by_seed[seed] = math.log(new / old)
+    return by_seed
 
 
 def identity(run: Run, tuned: bool, own: bool = False) -> tuple[Any, ...]:
@@ -195,18 +197,25 @@ def identity(run: Run, tuned: bool, own: bool = False) -> tuple[Any, ...]:
     """
     free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned else ("lr",) if own else ())}
     machine = (run.result.machine.gpu, run.result.versions["torch"]) if run.result.settings.device == "cuda" else ()
-    return tuned, own, machine, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
+    return (
+        tuned,
+        own,
+        machine,
+        *((name, value) for name, value in asdict(run.result.settings).items() if name not in free),
+    )
 
 
 def gpu_less_cpu(groups: Sequence[Group]) -> list[tuple[str, float]]:
     """Return arm, and overall accuracy on a GPU less the one on a CPU in points, of each experiment that both ran."""
-    found: dict[tuple[Any, ...], dict[str, NetworkResult]] = {}
+    by_settings: dict[tuple[Any, ...], dict[str, NetworkResult]] = {}
     for run in (run for group in groups for run in group.finished):
-        one = run.result.settings
-        same = tuple(item for item in asdict(one).items() if item[0] not in ("device", "kernel", "compile"))
-        found.setdefault((one.arm, same), {})[one.device] = run.result.network
+        settings = run.result.settings
+        same = tuple(item for item in asdict(settings).items() if item[0] not in ("device", "kernel", "compile"))
+        by_settings.setdefault((settings.arm, same), {})[settings.device] = run.result.network
     pairs = (
-        (arm, apart({0: one["cuda"]}, {0: one["cpu"]}, "overall")) for (arm, _), one in found.items() if len(one) == 2
+        (arm, apart({0: networks["cuda"]}, {0: networks["cpu"]}, "overall"))
+        for (arm, _), networks in by_settings.items()
+        if len(networks) == 2
     )
     return [(arm, difference[0]) for arm, difference in pairs if difference]
 
@@ -240,9 +249,9 @@ def collect(roots: Sequence[Path]) -> Collection:
     # The protocol's first, then real data, then what is nearest to the paper's experiment or has most runs.
     ordered = sorted(
         groups.values(),
-        key=lambda one: (
-            *(not one.recipe_b, not one.first_recipe, one.drawn),
-            *(len(one.not_the_papers), -len(one.finished), one.name),
+        key=lambda group: (
+            *(not group.recipe_b, not group.first_recipe, group.drawn),
+            *(len(group.not_the_papers), -len(group.finished), group.name),
         ),
     )
     return Collection(ordered, sorted(rejected, key=lambda entry: entry.folder))
@@ -255,8 +264,8 @@ def _sort(runs: list[Run], groups: dict[tuple[Any, ...], Group]) -> Iterator[Rej
         chosen = protocol.tuned()
     rates = protocol.rates()
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
-        result, tuned = run.result, protocol.of_first_list(run.result.settings, chosen)
-        own = protocol.of_own_rate(result.settings, rates)
+        result, tuned = run.result, protocol.has_first_recipe(run.result.settings, chosen)
+        own = protocol.has_own_rate(result.settings, rates)
         group = groups.setdefault(identity(run, tuned, own), Group(result.settings, tuned, own))
         seeds = group.runs.setdefault((result.setting, result.arm), {})
         counted = seeds.setdefault(result.settings.seed, run)

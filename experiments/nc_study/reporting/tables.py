@@ -38,17 +38,17 @@ def over_seeds(values: Sequence[Number]) -> str:
     return str(Spread.of(known)) if len(known) > 1 else f"{known[0]:.2f}"
 
 
-def value(one: NetworkResult, column: str) -> Number:
+def value(network: NetworkResult, column: str) -> Number:
     """Return what a column shows of a run, after its last epoch."""
     if column in QUANTITIES:
-        return one.quantity(QUANTITIES[column])
+        return network.quantity(QUANTITIES[column])
     if column == "training":
-        return one.curves["train_accuracy"][-1]
+        return network.curves["train_accuracy"][-1]
     if column == "radius":
-        return max(one.spectral_radius.values, default=None) if one.spectral_radius else None
+        return max(network.spectral_radius.values, default=None) if network.spectral_radius else None
     if column == "evaluations":
-        return one.solver.iterations if one.solver else None
-    share = one.curves["converged"][-1] if one.solver else None
+        return network.solver.iterations if network.solver else None
+    share = network.curves["converged"][-1] if network.solver else None
     return None if share is None else 100 * share
 
 
@@ -58,7 +58,7 @@ def arm_rows(group: Group, columns: Sequence[str]) -> list[Row]:
     for setting, arm in product(group.settings, LABELS):
         if networks := list(group.networks(setting, arm).values()):
             row: Row = {"setting": setting.imbalance, "arm": LABELS[arm], "seeds": len(networks)}
-            rows.append(row | {name: over_seeds([value(one, name) for one in networks]) for name in columns})
+            rows.append(row | {name: over_seeds([value(network, name) for network in networks]) for name in columns})
     return rows
 
 
@@ -66,27 +66,29 @@ def difference_rows(group: Group, pairs: Sequence[tuple[str, str]], columns: Seq
     """Show how far an arm is from its control in every setting, paired by seed."""
     rows: list[Row] = []
     for setting, (arm, control) in product(group.settings, pairs):
-        found = {name: group.differences(setting, arm, control, QUANTITIES[name]) for name in columns}
-        if arm != control and found["overall"]:
+        differences_of = {name: group.differences(setting, arm, control, QUANTITIES[name]) for name in columns}
+        if arm != control and differences_of["overall"]:
             row: Row = {"setting": setting.imbalance, "arms": f"{LABELS[arm]} − {LABELS[control]}"}
-            row["pairs"] = len(found["overall"])
-            rows.append(row | {name: shown(QUANTITIES[name], [list(one.values())]) for name, one in found.items()})
+            row["pairs"] = len(differences_of["overall"])
+            rows.append(
+                row | {name: shown(QUANTITIES[name], [list(seeds.values())]) for name, seeds in differences_of.items()}
+            )
     return rows
 
 
 def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
     """Show each verdict with the numbers that it rests on, and the same estimate of the fresh seeds."""
-    for one in judged:
-        claim, late = one.claim, replace(one.claim, quantity=LATE.get(one.claim.quantity, ""))
+    for judgement in judged:
+        claim, late = judgement.claim, replace(judgement.claim, quantity=LATE.get(judgement.claim.quantity, ""))
         fresh = differences(group, claim, [replace(PRIMARY[0], seeds=FRESH)])
         name = "overall" if late.quantity else "NC2 centred"
-        contradicts = one.found is not None and sum(map(sum, fresh)) * one.found.mean < 0
+        contradicts = judgement.estimate is not None and sum(map(sum, fresh)) * judgement.estimate.mean < 0
         yield {
             "claim": f"{claim.name}: {name} {claim.expected} than {LABELS[claim.control]}",
-            "verdict": one.verdict,
-            "difference": one.shown,
-            "p (Holm)": f"{one.p:.3f}",
-            "sign test, p (Holm)": f"{one.signs:.3f}",
+            "verdict": judgement.verdict,
+            "difference": judgement.shown,
+            "p (Holm)": f"{judgement.p:.3f}",
+            "sign test, p (Holm)": f"{judgement.signs:.3f}",
             "last epochs": shown("", differences(group, late, PRIMARY)) if late.quantity else NOTHING,
             "fresh seeds": shown(claim.quantity, fresh) + (", the other way" if contradicts else ""),
         }
@@ -96,8 +98,9 @@ def printed_rate(groups: Sequence[Group]) -> str:
     """Say whether the printed rate is the paper's, by the protocol's rule for its recipe at width 64."""
     balanced = PRINTED[0].setting
     for group in groups:
-        one = group.experiment
-        if (one.preset, one.device, one.width, one.e_w, one.e_h) == ("paper", "cuda", 64, None, None):
+        experiment = group.experiment
+        values = experiment.preset, experiment.device, experiment.width, experiment.e_w, experiment.e_h
+        if values == ("paper", "cuda", 64, None, None):
             for network in group.networks(balanced, "explicit").values():
                 reached = network.accuracy.overall.mean
                 word = "not " if reached < PRINTED_LEAST else ""
@@ -107,16 +110,16 @@ def printed_rate(groups: Sequence[Group]) -> str:
 
 def claim_rows(judged: Sequence[Judgement]) -> Iterator[Row]:
     """Show each verdict of a part of the last amendment."""
-    for one in judged:
-        claim = one.claim
+    for judgement in judged:
+        claim = judgement.claim
         quantity = "slope of the gain in log10 R" if claim.quantity == "slope" else claim.quantity
         name = next((column for column, known in QUANTITIES.items() if known == quantity), quantity)
         yield {
             "claim": f"{claim.name}: {LABELS[claim.arm]}, {name} {claim.expected}, {LABELS[claim.control]}",
             "question": claim.source,
-            "verdict": one.verdict,
-            "difference": one.shown,
-            "p (signs, Holm)": f"{one.p:.3f}",
+            "verdict": judgement.verdict,
+            "difference": judgement.shown,
+            "p (signs, Holm)": f"{judgement.p:.3f}",
         }
 
 
@@ -125,7 +128,7 @@ def pooled_rows(group: Group, pairs: Sequence[tuple[str, str]]) -> list[Row]:
     rows: list[Row] = []
     for arm, control in pairs:
         claims = {name: Claim("", arm, control, QUANTITIES[name], "", "") for name in UNCLAIMED}
-        pooled = {name: shown(one.quantity, differences(group, one, PRIMARY)) for name, one in claims.items()}
+        pooled = {name: shown(claim.quantity, differences(group, claim, PRIMARY)) for name, claim in claims.items()}
         rows.append({"arms": f"{LABELS[arm]} − {LABELS[control]}", **pooled})
     return rows
 
@@ -142,7 +145,7 @@ def paper_rows(group: Group, table: str) -> Iterator[Row]:
             for model, arm, name in (("explicit", "explicit", "explicit"), ("deq", "deq-implicit", "DEQ")):
                 mark = "†" if quantity == "overall" and (setting, model) in INCONSISTENT else ""
                 row[f"{name}, paper"] = f"{getattr(PAPER[setting][model], quantity)}{mark}"
-                late = [one.quantity(LATE[quantity]) for one in group.networks(setting, arm).values()]
+                late = [network.quantity(LATE[quantity]) for network in group.networks(setting, arm).values()]
                 row[f"{name}, ours"] = f"{over_seeds(late)} ({len(late)})" if late else NOT_RUN
             yield row
 
@@ -163,14 +166,16 @@ def same_values_rows(first: Group, groups: Sequence[Group]) -> Iterator[Row]:
             not group.tuned
             and deq
             and control
-            and len({identity(run, False) for one in arms for run in one.values()}) == 1
+            and len({identity(run, False) for runs_of_arm in arms for run in runs_of_arm.values()}) == 1
         ):
             pairs = {"DEQ less explicit, as tuned": (deq, tuned)}
             pairs["explicit with the DEQ's values, less as tuned"] = (control, tuned)
             pairs["DEQ less explicit, same values"] = (deq, control)
-            found = {name: shown("overall", [list(apart(*pair, "overall").values())]) for name, pair in pairs.items()}
-            minority = over_seeds([one.quantity("minority") for one in control.values()])
-            yield {"setting": setting.imbalance, **found, "explicit's minority accuracy then, %": minority}
+            apart_by = {
+                name: shown("overall", [list(apart(*pair, "overall").values())]) for name, pair in pairs.items()
+            }
+            minority = over_seeds([network.quantity("minority") for network in control.values()])
+            yield {"setting": setting.imbalance, **apart_by, "explicit's minority accuracy then, %": minority}
 
 
 def geometry_rows(group: Group) -> Iterator[Row]:
@@ -178,13 +183,15 @@ def geometry_rows(group: Group) -> Iterator[Row]:
 
     They are of the last epoch, for every arm in every imbalanced setting, over the seeds that saved their class means.
     """
-    for setting, arm in product([one for one in group.settings if one.majority], LABELS):
+    for setting, arm in product([setting for setting in group.settings if setting.majority], LABELS):
         runs = group.runs.get((setting, arm), {}).values()
         if seeds := [run.geometry for run in runs if run.geometry]:
             row: Row = {"setting": setting.imbalance, "arm": LABELS[arm], "seeds": len(seeds)}
             for part, (name, label) in product(("means", "classifier"), TARGETS.items()):
-                row[f"{part}: {label}"] = over_seeds([getattr(getattr(one, part), name) for one in seeds])
-            row["minority's cosine"] = over_seeds([one.classifier and one.classifier.minority_cosine for one in seeds])
+                row[f"{part}: {label}"] = over_seeds([getattr(getattr(network, part), name) for network in seeds])
+            row["minority's cosine"] = over_seeds(
+                [network.classifier and network.classifier.minority_cosine for network in seeds]
+            )
             yield row
 
 
@@ -194,7 +201,9 @@ def chosen_rows(tuning: Tuning) -> Iterator[Row]:
     More than two rates were tried: a rate is marked if it is the grid's least or largest.
     """
     for arm, chosen in tuning.chosen.items():
-        *others, best = sorted(one.overall for one in tuning.trials if one.arm == arm and one.overall is not None)
+        *others, best = sorted(
+            trial.overall for trial in tuning.trials if trial.arm == arm and trial.overall is not None
+        )
         row: Row = {"arm": LABELS[arm]}
         row |= {name: f"{chosen[option]:g}" for name, option in zip(("rate", "decay", "gain"), TUNED, strict=True)}
         row["rate"] = f"{row['rate']}{' (edge)' if chosen['lr'] in (GRID['lr'][0], GRID['lr'][-1]) else ''}"
@@ -211,35 +220,35 @@ def broken(network: NetworkResult) -> list[int]:
 def broken_rows(group: Group) -> Iterator[Row]:
     """Show the epochs in which a run's loss rose by more than half, with the share of solves that converged then."""
     for setting, arm in product(group.settings, LABELS):
-        for seed, one in group.networks(setting, arm).items():
-            for at in broken(one):
+        for seed, network in group.networks(setting, arm).items():
+            for at in broken(network):
                 row: Row = {
                     "setting": setting.imbalance,
                     "arm": LABELS[arm],
                     "seed": seed,
-                    "epoch": one.curves["epoch"][at],
+                    "epoch": network.curves["epoch"][at],
                 }
-                row["rate"] = f"{one.curves['lr'][at]:.3f}"
+                row["rate"] = f"{network.curves['lr'][at]:.3f}"
                 for name in ("loss", "train_accuracy"):
                     row[name.replace("train_", "training ")] = " to ".join(
-                        f"{one.curves[name][i]:.3g}" for i in (at - 1, at)
+                        f"{network.curves[name][i]:.3g}" for i in (at - 1, at)
                     )
-                share = one.curves["converged"][at] if one.solver else None
+                share = network.curves["converged"][at] if network.solver else None
                 yield row | {"converged, %": NOTHING if share is None else f"{100 * share:.1f}"}
 
 
 def provenance_rows(groups: Sequence[Group]) -> list[Row]:
     """List where the numbers of each group come from: a row for each kernel, machine and set of versions."""
-    found: dict[tuple[str, ...], Counter[str]] = {}
+    by_origin: dict[tuple[str, ...], Counter[str]] = {}
     for group in groups:
         for result in (run.result for run in group.finished):
-            one = result.machine
-            machine = f"{one.gpu or one.cpu}, {one.processes} × {one.threads} threads"
+            used = result.machine
+            machine = f"{used.gpu or used.cpu}, {used.processes} × {used.threads} threads"
             versions = ", ".join(f"{name} {number}" for name, number in result.versions.items() if number)
-            commits = found.setdefault((group.name, result.kernel.used, machine, versions), Counter())
+            commits = by_origin.setdefault((group.name, result.kernel.used, machine, versions), Counter())
             commits[(result.commit or "unknown")[:12]] += 1
     rows: list[Row] = []
-    for key, commits in found.items():
+    for key, commits in by_origin.items():
         row: Row = dict(zip(("group", "kernel", "machine", "versions"), key, strict=True))
         counted = ", ".join(f"{name} ({count})" for name, count in sorted(commits.items()))
         rows.append(row | {"runs": commits.total(), "commits (runs)": counted})

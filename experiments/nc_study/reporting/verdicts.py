@@ -76,11 +76,11 @@ class Estimate:
 def estimate(settings: Sequence[Sequence[float]], common: bool = False) -> Estimate:
     """The mean over settings of their mean differences, each of two or more seeds. Settings count alike. Each has a
     variance of its own (Welch and Satterthwaite), or all have a `common` one."""
-    degrees = [len(one) - 1 for one in settings]
-    variances = [statistics.variance(one) for one in settings]
+    degrees = [len(seeds) - 1 for seeds in settings]
+    variances = [statistics.variance(seeds) for seeds in settings]
     if common:
         variances = [float(np.average(variances, weights=degrees))] * len(settings)
-    shares = [variance / len(one) for variance, one in zip(variances, settings, strict=True)]
+    shares = [variance / len(seeds) for variance, seeds in zip(variances, settings, strict=True)]
     total = sum(shares)
     squares = sum(share**2 / degree for share, degree in zip(shares, degrees, strict=True))
     freedom = total**2 / squares if squares and not common else sum(degrees)
@@ -91,7 +91,7 @@ def estimate(settings: Sequence[Sequence[float]], common: bool = False) -> Estim
 def sign_flip(settings: Sequence[Sequence[float]]) -> float:
     """The exact two-sided p-value of no difference: how often the mean over settings is as far from 0 if every seed's
     difference may have either sign."""
-    shares = np.array([one / (len(seeds) * len(settings)) for seeds in settings for one in seeds])
+    shares = np.array([value / (len(seeds) * len(settings)) for seeds in settings for value in seeds])
     bound = abs(shares.sum()) - SAME * np.abs(shares).sum()
     # All sums are those of one half plus those of the other: 2^15 of each for 30 pairs, not 2^30.
     first, second = (_signed_sums(half) for half in np.array_split(shares, 2))
@@ -112,22 +112,22 @@ def shown(quantity: str, settings: Sequence[Sequence[float]], common: bool = Fal
     """Show the mean over settings of mean differences, of NC1 as a ratio, with its 95 % interval if each has two."""
     if not settings or not all(settings):
         return NOTHING
-    interval = estimate(settings, common).interval if all(len(one) > 1 for one in settings) else ()
+    interval = estimate(settings, common).interval if all(len(seeds) > 1 for seeds in settings) else ()
     form = "×{:.2f}" if quantity == "nc1" else "{:+.3f}" if quantity.startswith("nc") else "{:+.2f}"
     values = (statistics.fmean(map(statistics.fmean, settings)), *interval)
-    first, *ends = [form.format(math.exp(one) if quantity == "nc1" else one) for one in values]
+    first, *ends = [form.format(math.exp(value) if quantity == "nc1" else value) for value in values]
     return f"{first} [{', '.join(ends)}]" if ends else first
 
 
 def holm(values: Sequence[float]) -> list[float]:
     """Holm's adjustment of p-values, in their order."""
-    found, largest = [0.0] * len(values), 0.0
+    adjusted, largest = [0.0] * len(values), 0.0
     for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = found[index] = max(largest, min(1.0, (len(values) - rank) * values[index]))
-    return found
+        largest = adjusted[index] = max(largest, min(1.0, (len(values) - rank) * values[index]))
+    return adjusted
 
 
-def judge(expected: str, found: Estimate, p_different: float, p_equal: float, band: float = math.inf) -> str:
+def judge(expected: str, measured: Estimate, p_different: float, p_equal: float, band: float = math.inf) -> str:
     """The verdict on an expectation, "higher", "lower" or "alike", from an estimate and its adjusted p-values. What is
     expected alike is contradicted if it differs and its 95 % interval is outside the band."""
     if p_equal <= ALPHA:
@@ -135,16 +135,16 @@ def judge(expected: str, found: Estimate, p_different: float, p_equal: float, ba
     if p_different > ALPHA:
         return OPEN
     if expected == "alike":
-        return CONTRADICTED if min(map(abs, found.interval)) > band and found.p_different <= ALPHA else OPEN
-    return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
+        return CONTRADICTED if min(map(abs, measured.interval)) > band and measured.p_different <= ALPHA else OPEN
+    return SUPPORTED if (measured.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
 def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[list[float]]:
     """The paired differences of each setting, arm less control, of the seeds that both have finished."""
     return [
         [
-            one
-            for seed, one in group.differences(block.setting, claim.arm, claim.control, claim.quantity).items()
+            difference
+            for seed, difference in group.differences(block.setting, claim.arm, claim.control, claim.quantity).items()
             if seed in block.seeds
         ]
         for block in blocks
@@ -154,7 +154,9 @@ def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[lis
 def progress(group: Group | None) -> tuple[int, int]:
     """How many of the runs that count are finished, and how many there are."""
     runs = group.finished if group else []
-    return sum(counts(run.result.settings) for run in runs), sum(len(one.seeds) * len(one.arms) for one in PRIMARY)
+    return sum(counts(run.result.settings) for run in runs), sum(
+        len(block.seeds) * len(block.arms) for block in PRIMARY
+    )
 
 
 def precision_check(groups: Sequence[Group]) -> dict[str, float]:
@@ -162,15 +164,15 @@ def precision_check(groups: Sequence[Group]) -> dict[str, float]:
 
     A mean over seeds for each precision; empty before all of its runs and the main runs of these seeds are finished.
     """
-    block, found = PRECISION_CHECK, {}
+    block, accuracies = PRECISION_CHECK, {}
     control, arm = block.arms
     for precision in ("bf16", "fp32"):
-        group = next((one for one in groups if one.tuned and one.experiment.precision == precision), None)
+        group = next((group for group in groups if group.tuned and group.experiment.precision == precision), None)
         apart = group.differences(block.setting, arm, control, "overall") if group else {}
         if not apart.keys() >= set(block.seeds):
             return {}
-        found[precision] = statistics.fmean(apart[seed] for seed in block.seeds)
-    return found
+        accuracies[precision] = statistics.fmean(apart[seed] for seed in block.seeds)
+    return accuracies
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Judgement:
 
     claim: Claim
     verdict: str
-    found: Estimate | None
+    estimate: Estimate | None
     p: float
     shown: str
     signs: float
@@ -202,33 +204,38 @@ def judged(
 ) -> list[Judgement]:
     """Judge claims together, from the differences of each by setting. "Not 0" rests on the flips of signs if they were
     registered, else on Welch's test; the variance is then common to the settings, else each setting's own."""
-    found = [
-        estimate(one, common=registered_signs) if all(len(seeds) > 1 for seeds in one) else None for one in measured
+    estimates = [
+        estimate(settings, common=registered_signs) if all(len(seeds) > 1 for seeds in settings) else None
+        for settings in measured
     ]
-    signs = holm([sign_flip(values) if one else 1.0 for values, one in zip(measured, found, strict=True)])
-    different = signs if registered_signs else holm([one.p_different if one else 1.0 for one in found])
-    equal = holm([one.p_equal(BANDS[claim.quantity]) if one else 1.0 for claim, one in zip(claims, found, strict=True)])
+    signs = holm([sign_flip(values) if each else 1.0 for values, each in zip(measured, estimates, strict=True)])
+    different = signs if registered_signs else holm([each.p_different if each else 1.0 for each in estimates])
+    equal = holm(
+        [each.p_equal(BANDS[claim.quantity]) if each else 1.0 for claim, each in zip(claims, estimates, strict=True)]
+    )
     return [
         Judgement(
             claim,
-            judge(claim.expected, one, p, p_equal, BANDS[claim.quantity]) if one else OPEN,
-            one,
+            judge(claim.expected, each, p, p_equal, BANDS[claim.quantity]) if each else OPEN,
+            each,
             p,
             shown(claim.quantity, values, common=registered_signs),
             sign,
         )
-        for claim, values, one, sign, p, p_equal in zip(claims, measured, found, signs, different, equal, strict=True)
+        for claim, values, each, sign, p, p_equal in zip(
+            claims, measured, estimates, signs, different, equal, strict=True
+        )
     ]
 
 
-def conclusions(found: Mapping[str, str]) -> list[str]:
+def conclusions(by_claim: Mapping[str, str]) -> list[str]:
     """The protocol's two conclusions, from the verdict on each claim by its name. The three controls are the explicit
     network, the cell evaluated once, and the explicit block with its normalisation."""
-    held = {name for name, verdict in found.items() if verdict == SUPPORTED}
+    held = {name for name, verdict in by_claim.items() if verdict == SUPPORTED}
     better = "The DEQ with the implicit gradient classifies long-tailed images better than all three controls"
     if {"A1", "A4", "A5"} <= held:
         better = f"{better}: the equilibrium does it."
-    elif "A1" in held and {found["A4"], found["A5"]} <= {EQUAL, CONTRADICTED}:
+    elif "A1" in held and {by_claim["A4"], by_claim["A5"]} <= {EQUAL, CONTRADICTED}:
         better = "The normalised ending improves long-tailed classification. It is not shown that the equilibrium does."
     else:
         better = f"It is not shown that {better[0].lower()}{better[1:]}."
@@ -253,8 +260,8 @@ def parts(groups: Sequence[Group]) -> list[Part]:
     """Judge the parts with claims; none has a verdict before the last of its runs."""
     claims = {"mechanism": MECHANISM_CLAIMS, "settings": SETTINGS_CLAIMS, "size": SIZE_CLAIMS}
     # Of several groups, such as of two cards, the one with most runs comes first.
-    own = {(one.experiment.dataset, one.experiment.width): one for one in reversed(groups) if one.of_the_parts}
-    found = []
+    own = {(group.experiment.dataset, group.experiment.width): group for group in reversed(groups) if group.is_of_parts}
+    results = []
     for name, some in claims.items():
         blocks = PARTS[name]
         width = 64 if name == "size" else 16
@@ -264,50 +271,52 @@ def parts(groups: Sequence[Group]) -> list[Part]:
             for arm, seed in product(block.arms, block.seeds)
             if (block.setting.dataset, width) in own
         ]
-        done, needed = [one for one in networks if one[1]], sum(len(one.arms) * len(one.seeds) for one in blocks)
+        done = [entry for entry in networks if entry[1]]
+        needed = sum(len(block.arms) * len(block.seeds) for block in blocks)
         judgements = []
         if len(done) == needed:
-            measured = [_of_claim(own, width, claim, blocks) for claim in some]
+            measured = [_claimed(own, width, claim, blocks) for claim in some]
             judgements = judged(some, measured, registered_signs=True)
-        found.append(Part(name, len(done), needed, judgements, _converged([one for arm, one in done if arm == DEQ])))
-    return found
+        converged = _converged([network for arm, network in done if arm == DEQ])
+        results.append(Part(name, len(done), needed, judgements, converged))
+    return results
 
 
 def _converged(networks: Sequence[NetworkResult | None]) -> float | None:
-    curves = [one.curves for one in networks if one]
+    curves = [network.curves for network in networks if network]
     if not curves:
         return None
-    return min(statistics.fmean(one.get(f"{part}_converged", (0,))[-1] or 0 for one in curves) for part in PASSES)
+    return min(statistics.fmean(curve.get(f"{part}_converged", (0,))[-1] or 0 for curve in curves) for part in PASSES)
 
 
-def _of_claim(
+def _claimed(
     own: Mapping[tuple[str, int], Group], width: int, claim: Claim, blocks: Sequence[Block]
 ) -> list[list[float]]:
     """Differences of a claim by setting, as `judged` takes them. For the part of all settings, the units that its signs
     flip: a long-tailed setting's mean, or a slope in log10 R of a data set, a division and a seed."""
     quantity = "overall" if claim.quantity == "slope" else claim.quantity
-    found = {
+    by_setting = {
         block.setting: own[block.setting.dataset, width].differences(block.setting, claim.arm, claim.control, quantity)
         for block in blocks
     }
     if claim in SETTINGS_CLAIMS:
-        found = {setting: seeds for setting, seeds in found.items() if setting.ratio}
+        by_setting = {setting: seeds for setting, seeds in by_setting.items() if setting.ratio}
         if quantity == claim.quantity:
-            return [[statistics.fmean(seeds.values()) for seeds in found.values()]]
+            return [[statistics.fmean(seeds.values()) for seeds in by_setting.values()]]
         lines: dict[tuple[str, int | None, int], list[tuple[float, float]]] = {}
-        for setting, seeds in found.items():
+        for setting, seeds in by_setting.items():
             for seed, gain in seeds.items():
                 line = lines.setdefault((setting.dataset, setting.majority, seed), [])
                 line.append((math.log10(setting.ratio or 1), gain))
         return [[float(stats.linregress(*zip(*line, strict=True)).slope) for line in lines.values()]]
-    return [list(seeds.values()) for seeds in found.values()]
+    return [list(seeds.values()) for seeds in by_setting.values()]
 
 
 def answer(part: Part) -> str:
     """The protocol's rule of decision for the mechanism, as a sentence."""
     if not part.judged:
         return f"No verdict: {part.done} of the {part.needed} runs are finished."
-    verdict = {one.claim.name: one.verdict for one in part.judged}
+    verdict = {judgement.claim.name: judgement.verdict for judgement in part.judged}
     helps = [verdict[name] for name in ("M1", "M2", "M3")]
     if set(helps) == {SUPPORTED}:
         return "A DEQ helps under imbalance: it beats the explicit network, the normalised one and its cell 4 times."

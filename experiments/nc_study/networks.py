@@ -51,7 +51,8 @@ class Conv2d(nn.Conv2d):
         if self.native or not torch.is_autocast_enabled("cpu"):
             return F.conv2d(x, self.weight, None, stride, self.padding)
         with torch.autocast("cpu", enabled=False):
-            x, weight = (one.bfloat16().float() for one in (x, self.weight))  # the rounding also rounds their gradients
+            # The rounding also rounds their gradients.
+            x, weight = (factor.bfloat16().float() for factor in (x, self.weight))
             return F.conv2d(x, weight, None, stride, self.padding).bfloat16()
 
 
@@ -143,8 +144,8 @@ def build(settings: Settings) -> ResNet18:
             return block
         count = settings.cells if model == "untied" else 1
         cells = [deqfast.ResidualCell(channels, GROUPS, kernel=settings.kernel) for _ in range(count)]
-        for one in cells:
-            nn.init.constant_(one.norm1.weight, settings.scale)  # x is added before norm2, to the output of this norm
+        for cell in cells:
+            nn.init.constant_(cell.norm1.weight, settings.scale)  # x is added before norm2, to the output of this norm
         if model in CELLS:
             return Unrolled(cells, settings.cells)
         (cell,) = cells
@@ -168,7 +169,7 @@ def build(settings: Settings) -> ResNet18:
 
 def count_parameters(network: nn.Module) -> int:
     """Number of parameters of a network."""
-    return sum(one.numel() for one in network.parameters())
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 @torch.no_grad()
@@ -180,16 +181,18 @@ def cost(network: ResNet18, evaluations: float | None) -> Cost:
         nonlocal before
         before += _flops(module, output)
 
-    parts = (one for part in (network.stem, network.trunk) for one in part.modules() if isinstance(one, nn.Conv2d))
-    handles = [one.register_forward_hook(count) for one in parts]
+    parts = (
+        layer for part in (network.stem, network.trunk) for layer in part.modules() if isinstance(layer, nn.Conv2d)
+    )
+    handles = [layer.register_forward_hook(count) for layer in parts]
     training = network.training
     network.eval()
     x = network.trunk(network.stem(torch.zeros(1, 3, 32, 32).to(network.classifier.weight)))
     network.train(training)
     for handle in handles:
         handle.remove()
-    one = last.cells[0] if isinstance(last, Unrolled) else last
-    evaluation = sum(_flops(module, x) for module in one.modules() if isinstance(module, nn.Conv2d))
+    evaluated = last.cells[0] if isinstance(last, Unrolled) else last
+    evaluation = sum(_flops(module, x) for module in evaluated.modules() if isinstance(module, nn.Conv2d))
     times = last.times if isinstance(last, Unrolled) else 1
     return Cost(count_parameters(last), before, evaluation, times if evaluations is None else evaluations)
 
