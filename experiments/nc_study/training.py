@@ -54,7 +54,7 @@ class SolverTally:
     def sums_of(solution: deqfast.Solution) -> Tensor:
         """Sums over the samples of one solve."""
         status, residual = solution.status, solution.residual_rel
-        parts = (
+        parts = (  # in the order of _FIELDS
             torch.ones_like(status),
             residual.isfinite(),
             solution.iterations,
@@ -105,8 +105,8 @@ def learning_rate(settings: Settings, done: float) -> float:
 
 
 def how_steps_run(settings: Settings) -> str:
-    """GRAPHED, as one launch each: on one GPU, unless --eager or --compile is given, or the host directs the solves, as
-    with kernel torch and the gradient unrolled. Else EAGER."""
+    """GRAPHED, one launch a step: on one GPU. EAGER: on a CPU or several GPUs, with --eager or --compile, and if
+    the host directs the solves, as with kernel torch or an unrolled gradient."""
     by_host = settings.eager or settings.compile or settings.kernel == "torch" or settings.adjoint == "unrolled"
     return EAGER if settings.device != "cuda" or by_host or distributed.world_size() > 1 else GRAPHED
 
@@ -246,7 +246,7 @@ def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     trainer = Trainer(settings, data)
     state = distributed.from_first(run.restore)
     done = state["epoch"] if state else 0
-    distributed.from_first(run.cut, done)  # lines logged after the checkpoint
+    distributed.from_first(run.cut, done)  # drops lines logged after the checkpoint
     if state:
         run.take_over(state, network=trainer.network, optimizer=trainer.optimizer)
     if 0 < done < settings.epochs:
@@ -264,7 +264,7 @@ def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
 
 
 def pace(settings: Settings) -> tuple[float, float]:
-    """Seconds that an image takes in a step of training and in evaluation, measured on drawn images."""
+    """Seconds that an image takes in a step of training and in evaluation, measured on images that are drawn here."""
     name, batch = "shapes" if settings.classes == 10 else "shapes100", settings.batch_size
     each, tested = -(-batch // settings.classes), max(batch, settings.classes)
     balanced = replace(settings, study="cifar_balanced", majority=None, ratio=None, imbalance="step")
