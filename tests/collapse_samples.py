@@ -48,6 +48,15 @@ def imbalanced(features, labels):
     return features[keep], labels[keep]
 
 
+def awkward(dtype=torch.float64):
+    """Imbalanced classes, the fourth without samples, a row that is not finite, and a classifier with a bias."""
+    features, labels, weight = make_samples(400, 20, 6, offset=1.0, dtype=dtype)
+    features, labels = imbalanced(features, labels)
+    features[7, 3] = math.nan
+    weight = torch.cat([weight[:3], weight[:1] + 1, weight[3:]])  # the row of no samples would win most decisions
+    return features, labels + (labels > 2), weight, torch.linspace(-1, 1, 7, dtype=torch.float64)
+
+
 def class_means(features, labels):
     return torch.stack([features[labels == k].mean(0) for k in labels.unique()])
 

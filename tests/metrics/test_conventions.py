@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from collapse_samples import EXACT_RTOL, ROUNDING, assert_alike, class_means, imbalanced, make_samples, simplex_vertices
+from collapse_samples import EXACT_RTOL, ROUNDING, assert_alike, awkward, class_means, simplex_vertices
 
 from deqfast import NeuralCollapse, neural_collapse
 from deqfast.metrics.checks import CENTRES
@@ -42,25 +42,6 @@ def test_the_simplex_is_collapsed(convention, classes):
         assert result.nc2_means is result.nc2_classifier is None
 
 
-@every_convention
-def test_the_orthogonal_frame(convention):
-    """H = W = I: M = I - 11^T / K, and W M^T is the simplex; W c + b is 0 only with the bias of -1/K."""
-    classes = 5
-    labels = torch.arange(15) % classes
-    frame, bias = torch.eye(classes, **DOUBLE), torch.full((classes,), -1 / classes, **DOUBLE)
-    apart = math.sqrt(2 - 2 * math.sqrt(1 - 1 / classes))  # of ^I and ^(I - 11^T / K), whatever is squared
-    nc2 = {"sun": apart, "papyan": 0, "zhu": apart, "kothapalli": 0}
-    nc3 = {"sun": 0, "papyan": apart**2, "zhu": 0, "kothapalli": 0}
-    nc4 = {"sun": (1, 1), "papyan": (0, 0), "zhu": (1 / math.sqrt(classes), 0), "kothapalli": (1, 1)}
-    for given, value in zip((None, bias), nc4[convention], strict=True):
-        result = neural_collapse(frame[labels], labels, frame, classifier_bias=given, convention=convention)
-        assert_fields(result, {"nc2": nc2[convention], "nc3": nc3[convention], "nc4": value})
-    if convention == "papyan":
-        # Rows of W, which are not centred, have cosines of 0; those of M are a simplex.
-        assert result.nc2_classifier == pytest.approx((0, 0, 1 / (classes - 1)), abs=ROUNDING)
-        assert max(result.nc2_means) < ROUNDING
-
-
 # Two classes of 3 and 1 samples, means (0, 3) and (4, 3); centre (2, 3) of the means, (1, 3) of the samples.
 TWO = torch.tensor([[1.0, 3], [-1, 3], [0, 3], [4, 3]], **DOUBLE), torch.tensor([0, 0, 0, 1])
 OF_TWO = torch.tensor([[-1.0, 0], [1, 1]], **DOUBLE), torch.tensor([0.0, -4], **DOUBLE)
@@ -92,41 +73,16 @@ def test_two_classes_by_hand(convention, kernel):
         assert neural_collapse(*TWO, weight, kernel=kernel).nc4 == 1 / 4
 
 
-def awkward():
-    """Imbalanced classes, the fourth without samples, a row that is not finite, and a classifier with a bias."""
-    features, labels, weight = make_samples(400, 20, 6, offset=1.0, **DOUBLE)
-    features, labels = imbalanced(features, labels)
-    features[7, 3] = math.nan
-    weight = torch.cat([weight[:3], weight[:1] + 1, weight[3:]])  # the row of no samples would win most decisions
-    return features, labels + (labels > 2), weight, torch.linspace(-1, 1, 7, **DOUBLE)
-
-
 @every_convention
 @pytest.mark.parametrize("streaming", [False, True], ids=["list", "streaming"])
-def test_streams_and_merged_metrics_equal_the_function(convention, streaming):
-    features, labels, weight, bias = awkward()
-    options = {"classifier_bias": bias, "convention": convention, "geometry": True, "per_class": not streaming}
-    expected = neural_collapse(features, labels, weight, **options)
-    assert all(math.isfinite(value) for value in expected[:9])
-    metric, other = (NeuralCollapse(7, weight, streaming=streaming, **options) for _ in range(2))
-    for start in range(0, len(labels), 37):
-        (metric if start < 90 else other).update(features[start : start + 37], labels[start : start + 37])
-    metric.merge_state(other)
-    result = metric.compute()
-    if streaming and convention != "zhu":
-        assert result.nc4 is None
-        expected = expected._replace(nc4=None)
-    assert_alike(result._replace(geometry=result.geometry.logits), expected._replace(geometry=expected.geometry.logits))
-
-
-@every_convention
-@pytest.mark.parametrize("streaming", [False, True], ids=["list", "streaming"])
-def test_what_is_not_defined_is_nan(convention, streaming):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_not_defined_is_nan(convention, streaming, dtype):
     """A single class, means that coincide, and no finite row; None is what was not asked for."""
-    rows, labels, weight = torch.randn(6, 3, **DOUBLE), torch.arange(6) % 2, torch.randn(2, 3, **DOUBLE)
+    rows, labels, weight = torch.randn(600, 3, dtype=dtype), torch.arange(600) % 2, torch.randn(2, 3, **DOUBLE)
     cases = {
         "single": (rows, torch.zeros_like(labels)),
-        "coinciding": (torch.ones_like(rows), labels),
+        "coinciding": (torch.full_like(rows, 0.1), labels),  # up to the rounding of their sums
+        "mirrored": (rows[:300].repeat_interleave(2, 0) + 0.1, labels),
         "lost": (torch.full_like(rows, math.nan), labels),
     }
     nan_of_means = {"papyan": ("nc2", "nc3"), "zhu": ("nc3",), "kothapalli": ("nc2", "nc3"), "sun": ()}[convention]
@@ -135,7 +91,7 @@ def test_what_is_not_defined_is_nan(convention, streaming):
         metric = NeuralCollapse(2, given, streaming=streaming, **options)
         metric.update(features, classes)
         result = metric.compute()
-        undefined = {"nc1", *nan_of_means} | ({"nc2"} if name != "coinciding" else set())
+        undefined = {"nc1", *nan_of_means} | ({"nc2"} if name in ("single", "lost") else set())
         undefined |= {"nc2"} if given is None and convention == "zhu" else set()
         undefined |= {"nc3", "nc4"} if name == "lost" else set()
         for field in undefined:
@@ -144,8 +100,11 @@ def test_what_is_not_defined_is_nan(convention, streaming):
             without |= field == "nc4" and streaming and convention != "zhu"
             assert value is None if without else math.isnan(value), (name, field)
         assert streaming or all(map(math.isnan, result.nc1_per_class)) and len(result.nc1_per_class) == 2
-        if name == "single":
-            assert (result.rank, result.num_classes) == (0, 1) and math.isnan(result.condition)
+        centred = (result.condition, result.nc2_centered, *[result.nc3_centered] * (given is not None))
+        assert all(map(math.isnan, centred)) and result.rank == 0, name
+        assert result.num_classes == {"single": 1, "lost": 0}.get(name, 2)
+        if convention == "sun" and name in ("coinciding", "mirrored"):
+            assert math.isfinite(result.nc2)
         if convention == "papyan":
             assert all(map(math.isnan, result.nc2_means))
             assert (result.nc2_classifier is None) == (given is None)
