@@ -1,4 +1,4 @@
-"""Every script answers --help, and writes nothing then."""
+"""Every script answers --help, and writes nothing then; CI names tests that exist."""
 
 import re
 import runpy
@@ -29,3 +29,10 @@ def test_help_writes_nothing(script, tmp_path, monkeypatch, capsys):
     signal.signal(signal.SIGPIPE, pipe)
     assert stop.value.code in (0, None) and capsys.readouterr().out.startswith("usage: ")
     assert files() == before and not list(tmp_path.iterdir())
+
+
+def test_ci_names_tests_that_exist():
+    lists = re.findall(r"tests/test_\{([\w,]+)\}\.py", (ROOT / ".ci" / "run").read_text())
+    assert lists and not [
+        name for names in lists for name in names.split(",") if not (ROOT / f"tests/test_{name}.py").is_file()
+    ]
