@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from correctness import ITERATES, assert_accurate, assert_close, linear, relative_error, rounding
-from correctness.states import METHODS, Case, start_state
+from correctness.states import METHODS, Case, StepsCase, make_state, same_bits, start_state, value_of_f
 from deqfast.kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, PIVOT_FLOOR
 from solutions import assert_solves
 
@@ -260,6 +261,57 @@ def test_the_last_evaluation_leaves_state_and_history_alone():
     multisecant_step(z, z + 1, z.clone(), *records.values(), f_prev, *tensors, *rule, BROYDEN_GOOD, 1.0, 1.0, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(before, (z, *tensors), strict=True))
     assert records["iterations"].tolist() == [3]
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+class TestForgetting:
+    """Broyden's method from its steps only: after a singular update it takes a Picard step, and begins again."""
+
+    def test_what_follows_is_a_run_from_there(self, kernel, dtype):
+        case = StepsCase(batch=1, size=33, history=12, k=5, dtype=dtype, rows=("singular",), tol=0.0)
+        state = make_state(case)
+        afresh = make_state(replace(case, k=0, rows=())) | {name: state[name].clone() for name in ("z", "fz")}
+        for k in range(7):
+            for shift, run in ((5, state), (0, afresh)):
+                replace(case, k=k + shift).call(Kernel(kernel).op("broyden_step"), run)
+                run["fz"] = value_of_f(run["z"])
+            assert same_bits(state["z"], afresh["z"]), k
+        assert (state["first"].item(), afresh["first"].item()) == (5, 0)
+
+    def by_hand(self, kernel, dtype, steps, g, first=0):
+        """(z, first) after the step from z = 0 with f(z) = g, in one dimension."""
+        k = len(steps)
+        case = StepsCase(batch=1, size=1, history=k + 1, k=k, dtype=dtype)
+        known = torch.tensor(steps, dtype=dtype)
+        state = make_state(replace(case, k=0)) | {
+            "z": torch.zeros(1, 1, dtype=dtype),
+            "fz": torch.full((1, 1), g, dtype=dtype),
+        }
+        state["first"].fill_(first)
+        state["steps"][0, :k, 0] = known
+        state["gram"][0, : k - 1, :k] = torch.outer(known[:-1], known).tril()
+        case.call(Kernel(kernel).op("broyden_step"), state)
+        assert state["status"].item() == 0 and same_bits(state["z"], state["steps"][:, k])
+        return state["z"].item(), state["first"].item()
+
+    def test_coefficients_of_known_steps(self, kernel, dtype):
+        limits = torch.finfo(dtype)
+        small, large = limits.smallest_normal**0.5 / 256, limits.max**0.5 / 4
+        for steps, g, first, expected in (
+            # A step of length zero has no coefficient.
+            ([0.0], 3.0, 0, (3.0, 0)),
+            # c_0 = 1/2 and c_1 = 3/2: the step is (g + c_0) / (1 - c_1).
+            ([2.0, 1.0], 1.0, 0, (-3.0, 0)),
+            ([2.0, 1.0, 0.0], 1.0, 0, (1.5, 0)),
+            # |s|^2 is hardly a number, s . g is not small: c_0 overflows.
+            ([small], large, 0, (float(torch.tensor(large, dtype=dtype)), 1)),
+            # The same step is forgotten; c_1 = g, so that the step is g / (1 - g).
+            ([small, 1.0], large, 1, (-1.0, 1)),
+            # s_1 . s_2 and |s_1|^2 are infinite, c_0 = c_1 = 0 and c_2 nearly so: nothing is forgotten.
+            ([0.0, limits.max**0.8, limits.max**0.3], 1.0, 0, (1.0, 0)),
+        ):
+            assert self.by_hand(kernel, dtype, steps, g, first) == expected, steps
 
 
 class TestPolicy:

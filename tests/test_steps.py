@@ -21,6 +21,7 @@ from correctness.states import (
     check_run,
     check_step,
     make_state,
+    same_bits,
     start_state,
     start_steps,
     value_of_f,
@@ -34,9 +35,11 @@ from solutions import assert_same_solution
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import deqfast
-from deqfast import Status
-from deqfast.ops import Kernel
+from deqfast import Broyden, Status
+from deqfast.ops import Kernel, choose_kernel
 from deqfast.ops.registry import OPS
+from deqfast.solvers.broyden import StepsState
+from deqfast.solvers.multisecant import MultisecantState
 
 DTYPES = OPTIONS | {"bf16 history": SHORT_HISTORY}
 STATUS = {"nan": 2, "inf": 2, "converged": 1, "zero": 1, "fallen": 1, "stalled": 3}  # 0 of the others that ran
@@ -154,18 +157,14 @@ def test_step_mixing_and_ridge(method, dtype, implementation):
     compare(check_run, case, implementation)
 
 
+LONG = [(*made, *window) for made in WITH_DTYPES if made[1] for window in ((6, 8), (10, 12), (20, 20), (32, 33))]
+LONG += [("cpp", method, "fp64", 40, 43) for method in METHODS]  # longer than a GPU kernel takes
+
+
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(("history", "k"), [(6, 8), (10, 12), (20, 20), (32, 33)])
-@every_history_and_dtype
+@made_by("implementation, method, dtype, history, k", LONG)
 def test_long_windows(method, dtype, history, k, implementation):
     case = step_case(method, size=640, history=history, k=k, batch=1, wobble=0.5, **DTYPES[dtype])
-    compare(check_step, case, implementation)
-
-
-@pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
-@every_method
-def test_a_window_longer_than_a_gpu_kernel_takes(method, implementation):
-    case = Case(method, size=500, history=40, k=43, dtype=torch.float64, wobble=1.0)
     compare(check_step, case, implementation)
 
 
@@ -203,6 +202,15 @@ def test_without_a_ridge_a_degenerate_pair_leaves_a_picard_step(method, k, imple
     torch.testing.assert_close(after["z"][0], after["fz"][0])
 
 
+def check_case_bits(case: Case, implementation, set_threads) -> None:
+    if implementation.name == "triton" and INTERPRETED:  # which takes seconds with more of them
+        rows = ("run", "done", "nan", "converged", "runaway")
+        case = replace(case, batch=len(rows), rows=rows)
+    state = make_state(case, implementation.device)
+    values = [*(state[name] for name in case.names), *case.scalars()]
+    check_bits(step_for(case, implementation), values, implementation, set_threads, case.batch)
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("last", [False, True])
 @every_step
@@ -215,15 +223,6 @@ def test_the_bits_depend_on_nothing_but_the_sample(method, last, implementation,
 @every_step
 def test_the_bits_of_a_sample_that_is_shared(method, last, shared_size, implementation, set_threads):
     check_case_bits(befallen(method, size=shared_size, history=2, last=last), implementation, set_threads)
-
-
-def check_case_bits(case: Case, implementation, set_threads) -> None:
-    if implementation.name == "triton" and INTERPRETED:  # which takes seconds with more of them
-        rows = ("run", "done", "nan", "converged", "runaway")
-        case = replace(case, batch=len(rows), rows=rows)
-    state = make_state(case, implementation.device)
-    values = [*(state[name] for name in case.names), *case.scalars()]
-    check_bits(step_for(case, implementation), values, implementation, set_threads, case.batch)
 
 
 def assert_the_device_counts(method, size, max_iter, implementation, **options):
@@ -332,6 +331,80 @@ def test_sums_and_steps_of_rows_that_are_parts(implementation, name, size, k, mo
                 assert_close(value.cpu(), right, 1e-11, f"{op}: {key}")
         values |= dict(zip(names, expected, strict=True))
     assert torch.equal(values["z"][2], make_state(case, "cpu")["z"][2])  # the verdict 0 leaves a row as it is
+
+
+ONLY_STEPS = [
+    Broyden(),
+    Broyden(max_iter=1),
+    Broyden(max_iter=30, history_size=30),
+    Broyden(history_size=19),  # as many as steps
+    Broyden(history_dtype=torch.float32),
+    Broyden(max_iter=22),
+]
+PAIRS = [
+    Broyden(max_iter=22, history_size=20),
+    Broyden(history_size=18),
+    Broyden(kind="bad"),
+    Broyden(relaxation=0.7),
+    Broyden(history_dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("solver", [*ONLY_STEPS, *PAIRS], ids=str)
+def test_when_only_steps_are_kept(solver, kernel, device):
+    on_cpu, kernel, z = kernel in ("torch", "cpp"), choose_kernel(kernel, torch.device(device)), torch.zeros(2, 5)
+    state = solver.init(z.to(device), kernel)
+    assert type(state) is (StepsState if solver in ONLY_STEPS and on_cpu else MultisecantState)
+    assert type(solver.init_pairs(z.to(device), kernel)) is MultisecantState
+    if type(state) is StepsState:  # one less than evaluations
+        assert state.steps.shape == (2, max(1, solver.max_iter - 1), 5) and state.steps.dtype == z.dtype
+
+
+# Histories of more than 2^31 elements: one sample is running, and the memory of the others is never touched.
+LONG_HISTORY = 32
+
+
+def last_of_many(state, batch, device):
+    """The state of one sample as the last of `batch`, of which no other is running."""
+    many = {}
+    for name, tensor in state.items():
+        if name == "active":
+            many[name] = tensor.clone().to(device)
+        elif name in ("residual", "progress"):
+            many[name] = torch.zeros(len(tensor), batch, dtype=tensor.dtype, device=device)
+            many[name][:, -1] = tensor[:, 0]
+        else:
+            many[name] = torch.empty(batch, *tensor.shape[1:], dtype=tensor.dtype, device=device)
+            if name in ("status", "iterations"):
+                many[name].fill_(1)
+            many[name][-1] = tensor[0]
+    return many
+
+
+@pytest.mark.covering(0)
+@every_method
+def test_the_last_of_many_samples(method, implementation, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which touches all of it
+    step, device, size = implementation.op("multisecant_step"), implementation.device, 4096
+    if implementation.name == "triton":  # few samples, since the interpreter runs their programs one by one
+        from deqfast.kernels import multisecant_step, picard_step
+
+        size = 65536
+        for module in (multisecant_step, picard_step):
+            monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: 1)
+    case = Case(method, batch=1, size=size, history=LONG_HISTORY, k=2, history_dtype=torch.bfloat16)
+    alone = make_state(case, device)
+    try:
+        many = last_of_many(alone, 2**31 // (LONG_HISTORY * size) + 1, device)
+    except RuntimeError as error:
+        pytest.skip(f"not enough memory: {error}")
+    case.call(step, alone)
+    case.call(step, many)
+    assert many["active"].item() == alone["active"].item()
+    for name in ("z", "best", "status", "iterations", "left", "df", "gram"):
+        assert same_bits(many[name][-1], alone[name][0]), name
+    for name in ("residual", "progress"):
+        assert same_bits(many[name][:, -1], alone[name][:, 0]), name
 
 
 @pytest.mark.usefixtures("cpp_kernels")
