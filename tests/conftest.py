@@ -2,6 +2,7 @@
 
 import os
 import platform
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of commands in the background of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # for tests of Ctrl-C, and their processes
     absent = {name: deqfast.backends().get(name, "no such kernel") for name in REQUIRED}
     if absent := {name: str(state) for name, state in absent.items() if not state or isinstance(state, str)}:
         pytest.exit(f"DEQFAST_REQUIRE={','.join(REQUIRED)}: not available: {absent}", returncode=4)
