@@ -458,7 +458,7 @@ def figures(results: Results) -> Iterator[Figure]:
     names = {key: SHOWN[key] for key in ("gradients", "adjoints")}
     yield Figure("gradient_error", "gradient_errors", gradient_rows, (origin, names))
     yield Figure("layer_gains", "ratios", layer_gains(results), ("times as fast as torchdeq",))
-    yield Figure("model_ratios", "ratios", model_ratios(results), ("time of a training step / torchdeq's",))
+    yield Figure("model_ratios", "ratios", model_ratios(results), ("time of a step / torchdeq's: left of 1 is faster",))
     yield Figure("state_sizes", "state_sizes", state_sizes(results))
     suite = [row for row in raced(results) if SYNTHETIC.search(row["case"]) and row["tol"] == TIGHT]
     shown = [row for row in suite if row["provider"] in SHOWN["drawn racers"]]

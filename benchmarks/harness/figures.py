@@ -28,12 +28,12 @@ def gradient_errors(rows: Sequence[Row], origin: str, names: Mapping[str, Mappin
     (axes,) = figure.subplots(len(names["gradients"]), 1, squeeze=False).T
     for axis, (case, title) in zip(axes, names["gradients"].items(), strict=True):
         axis.set_title(title)
-        axis.set(xlabel="training step (ms)", ylabel="relative error", yscale="log", ylim=(1e-7, 3))
+        axis.set(xlabel="training step (ms)", ylabel="gradient's relative error", yscale="log", ylim=(1e-7, 3))
         by_name = {row["provider"]: row for row in rows if row["case"] == case}
         for adjoint, shown in names["adjoints"].items():
             row, name = by_name[adjoint], shown.strip("`")
-            filling = {"mfc": "none"} if adjoint in VARIANTS else {}
-            axis.plot(row["ms_min"], row["error"], ls="", ms=7, label=name, **style.look(name), **filling)
+            size = {"mfc": "none", "ms": 11} if adjoint in VARIANTS else {"ms": 7}  # around the adjoint that they vary
+            axis.plot(row["ms_min"], row["error"], ls="", label=name, **style.look(name), **size)
         axis.set_xlim(0)
     style.legend(figure, 1, title=textwrap.fill(origin, 80), title_fontsize=7)
     return style.png(figure, **entry)
@@ -72,10 +72,16 @@ def state_sizes(points: Sequence[Row], **entry: str) -> bytes:
         sizes = [point["elements"] for point in own]
         for library, colour in LIBRARIES.items():
             axis.plot(sizes, [point[library] for point in own], color=colour, marker="o", label=library)
-        axis.plot(sizes, [point["floor"] for point in own], color=style.BLACK, ls="--", label="byte floor")
+        axis.plot(
+            sizes,
+            [point["floor"] for point in own],
+            color=style.BLACK,
+            ls="--",
+            label="its bytes at the rate of a copy",
+        )
         axis.set(title=title, xscale="log", yscale="log", xlabel="elements of the state")
     axes[0].set_ylabel("ms per iteration, without f")
-    style.legend(figure, 3)
+    style.legend(figure, 2)
     return style.png(figure, **entry)
 
 
