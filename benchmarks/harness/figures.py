@@ -77,7 +77,7 @@ def state_sizes(points: Sequence[Row], **entry: str) -> bytes:
             [point["floor"] for point in own],
             color=style.BLACK,
             ls="--",
-            label="its bytes at the rate of a copy",
+            label="byte floor (bytes / copy rate)",
         )
         axis.set(title=title, xscale="log", yscale="log", xlabel="elements of the state")
     axes[0].set_ylabel("ms per iteration, without f")
