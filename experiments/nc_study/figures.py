@@ -129,6 +129,7 @@ def paired_figure(rows: Mapping[str, Sequence[Panel]], heading: str) -> Figure:
     for axis, panel in zip(axes[0], next(iter(rows.values())), strict=False):
         axis.set_title(f"{panel.title}, less explicit")
     figure.suptitle(heading, fontweight="bold")
+    figure.supxlabel("dot: a seed, joined over arms;  bar: mean, 95 % interval;  ×: the paper's difference", size=9)
     return figure
 
 
