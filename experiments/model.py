@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__, examples, "MODEL [options]")
     parser.add_argument("model", choices=MODELS, type=choice(MODELS), help="%(prog)s MODEL --help lists its options")
     words = list(sys.argv[1:] if argv is None else argv)
-    name = parser.parse_args(words[:1]).model
+    name = parser.parse(words[:1]).model
     module = import_module(f"models.{name}")
     return frame.main(name, module.__doc__, module.EXAMPLE, words[1:])
 

@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
     add_options(parser, StudyOptions)
     without = (*IMBALANCE, "seed", "dataset", "resume", "model", "adjoint")
     add_options(parser, Settings, without, shown_presets())
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse(argv))
     try:
         options = StudyOptions(
             **{spec.name: given.pop(spec.name) for spec in fields(StudyOptions) if spec.name in given}

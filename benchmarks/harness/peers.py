@@ -77,7 +77,7 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
 def layer_by(
     get_deq: Callable[..., Any], cell: nn.Module, solver: Any, adjoint: str, name: str, max_iter: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, z0) -> z with gradient, by torchdeq's ``get_deq`` or ours; name: of torchdeq's solver."""
+    """(x, z0) -> z with gradient, by a ``get_deq``, from torchdeq or deqfast. name: what torchdeq calls the solver."""
     settings = {"f_solver": name, "f_max_iter": max_iter, "f_tol": solver.tol, "f_stop_mode": _stop_mode(solver)}
     if adjoint == "implicit":
         settings |= {"ift": True, "b_solver": name, "b_max_iter": max_iter, "b_tol": BACKWARD_TOL, "b_stop_mode": "rel"}

@@ -305,7 +305,7 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
     parser = Parser(description, examples)
     without = (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ()
     add_options(parser, Settings, without, shown_presets())
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
         parser.error(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
     if given.get("model") == ONCE:

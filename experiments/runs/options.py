@@ -95,9 +95,9 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]  # argparse has overloads
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Return the arguments; a wrong one ends the program with status 2 and a line that names it."""
-        given, unknown = self.parse_known_args(args, namespace)
+        given, unknown = self.parse_known_args(argv)
         if unknown:
             words = [word.partition("=")[0] for word in unknown if word.startswith("--")]
             hints = dict.fromkeys(did_you_mean(word, self._option_string_actions) for word in words)
@@ -128,7 +128,7 @@ def parsed(
     parser = Parser(description, examples, usage)
     add_options(parser, kind)
     try:
-        return kind(**vars(parser.parse_args(argv)))
+        return kind(**vars(parser.parse(argv)))
     except SettingsError as error:
         parser.error(str(error))
 
