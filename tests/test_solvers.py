@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from correctness import PROBLEMS, FixedPoint, after_solve, assert_close, linear, rounding, tanh
-from solutions import SOLVERS, Recorder, assert_solves, every_solver, in_process
+from solutions import SOLVERS, Recorder, assert_solves, every_solver, in_process, on_cpu, solve_with_inverse
 
 from deqfast import Anderson, Broyden, Picard, Solver, solve
 from deqfast.ops import choose_kernel
@@ -34,6 +34,19 @@ def test_every_solver_solves_every_problem(name, problem_name, kernel, device):
         problem = PROBLEMS[problem_name](batch=batch, dtype=dtype, device=device, **size)
         solver = SOLVERS[name](rtol=tol, max_iter=600 if name == "picard" else 100)
         assert_solves(solve(problem.f, problem.z0, solver, kernel), problem)
+
+
+@pytest.mark.parametrize("problem_name", PROBLEMS)
+@pytest.mark.parametrize(("tol", "dtype"), [(1e-4, torch.float32), (1e-9, torch.float64)])
+@on_cpu
+def test_broyden_from_steps_ends_as_soon_as_from_pairs(problem_name, tol, dtype, kernel):
+    problem = PROBLEMS[problem_name](batch=3, dtype=dtype, **({"dim": 5} if problem_name == "sawtooth" else {}))
+    solver = Broyden(tol, 40, history_size=40)
+    steps = solve(problem.f, problem.z0, solver, kernel)
+    pairs, _ = solve_with_inverse(problem.f, problem.z0, solver, kernel)
+    assert_solves(steps, problem)
+    assert_solves(pairs, problem)
+    assert (steps.iterations - pairs.iterations).abs().max() <= 1
 
 
 def textbook(problem: FixedPoint, count: int, history: int, step: Callable) -> torch.Tensor:
