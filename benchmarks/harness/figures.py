@@ -1,7 +1,4 @@
-"""Figures of the measured numbers. Each takes rows that benchmarks/report.py has chosen, and makes a PNG.
-
-Figures of the width ``NARROW`` are readable on a phone.
-"""
+"""Figures of the measured numbers. Each takes rows that benchmarks/report.py has chosen, and makes a PNG."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from runs import style
 
 from .record import Row
 
-NARROW = 4.6  # inches
 METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anderson", "broyden": "Broyden"}  # as shown
 VARIANTS = ("gmres", "checkpoint")  # drawn hollow, in the colour of the adjoint that they vary
 LOOKS = ((style.VERMILLION, "o"), (style.BLUE, "D"))  # of machines
@@ -24,7 +20,7 @@ def gradient_errors(rows: Sequence[Row], origin: str, names: Mapping[str, Mappin
 
     names: titles of the cells' cases ("gradients"), and names of the adjoints ("adjoints").
     """
-    figure = style.plt.figure(figsize=(NARROW, 2.8 + 2.0 * len(names["gradients"])))
+    figure = style.page(2.8 + 2.0 * len(names["gradients"]), style.NARROW)
     (axes,) = figure.subplots(len(names["gradients"]), 1, squeeze=False).T
     for axis, (case, title) in zip(axes, names["gradients"].items(), strict=True):
         axis.set_title(title)
@@ -41,7 +37,7 @@ def gradient_errors(rows: Sequence[Row], origin: str, names: Mapping[str, Mappin
 
 def ratios(lines: Sequence[Row], xlabel: str, **entry: str) -> bytes:
     """A line for each case: the medians of its "values" by machine, with whiskers over the runs; 1 is torchdeq."""
-    figure = style.plt.figure(figsize=(NARROW, 1.1 + 0.21 * len(lines)))
+    figure = style.page(1.1 + 0.21 * len(lines), style.NARROW)
     axis = figure.subplots()
     colours = dict(zip(dict.fromkeys(name for line in lines for name in line["values"]), LOOKS, strict=False))
     for height, line in enumerate(lines):
@@ -65,7 +61,7 @@ def ratios(lines: Sequence[Row], xlabel: str, **entry: str) -> bytes:
 def state_sizes(points: Sequence[Row], **entry: str) -> bytes:
     """Time per iteration without f against the elements of the state, a panel for each solver, with the byte floor."""
     titles = list(dict.fromkeys(point["solver"] for point in points))
-    figure = style.plt.figure(figsize=(NARROW, 3.2))
+    figure = style.page(3.2, style.NARROW)
     (axes,) = figure.subplots(1, len(titles), squeeze=False, sharey=True)
     for axis, title in zip(axes, titles, strict=True):
         own = sorted((point for point in points if point["solver"] == title), key=lambda point: point["elements"])
@@ -87,7 +83,7 @@ def state_sizes(points: Sequence[Row], **entry: str) -> bytes:
 
 def problems_solved(rows: Sequence[Row], total: int, **entry: str) -> bytes:
     """Share of the problems that a solver has solved, against the evaluations that it was allowed."""
-    figure = style.plt.figure(figsize=(NARROW, 3.6))
+    figure = style.page(3.6, style.NARROW)
     axis = figure.subplots()
     most = max(row["most_evaluations"] for row in rows)
     for provider in dict.fromkeys(row["provider"] for row in rows):

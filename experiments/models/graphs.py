@@ -33,7 +33,12 @@ import deqfast
 
 from .frame import Example, Outcome, Record, Run, Training, descend
 
-ARMS = ("deq", "explicit-parameters", "explicit-compute", "perceptron")
+ARMS = {  # names in figures
+    "deq": "DEQ",
+    "explicit-parameters": "two graph convolutions",
+    "explicit-compute": "unrolled steps",
+    "perceptron": "no edges",
+}
 LENGTHS, CLASSES, NOISE = (10, 20, 40, 60, 80, 100), 4, 0.01
 CHAINS = {"train": 16, "valid": 8, "test": 16}  # of each length
 GRAPHS = ("cora", "citeseer", "cornell", "texas", "wisconsin")
@@ -45,7 +50,7 @@ REMEDY = "--data-root takes the graphs of Geom-GCN as .npz"
 class Graphs(Training):
     """Options of the model."""
 
-    all_arms = ARMS
+    all_arms = tuple(ARMS)
 
     data: str = option("data", "chains, or one of the graphs in --data-root", "chains", choices=("chains", *GRAPHS))
     width: int = option("model", "features of a node", 16, minimum=1)
@@ -270,23 +275,27 @@ def draw(records: Sequence[Record]) -> Figure:
 
     A line is the mean over the seeds, and its band goes from the smallest to the largest.
     """
-    figure, ((left, right),) = style.panels(1, 2, height=3)
+    figure = style.page(6, style.NARROW)
+    upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
     chained = "by length" in records[0].shown
-    across, upwards = ("nodes", "right at the last node in %") if chained else ("step", "training loss")
-
-    for arm in ARMS:
+    across, title = ("nodes of a chain", "right at the last node, %") if chained else ("step", "training loss")
+    for arm, name in ARMS.items():
         shown = [record.shown for record in records if record.arm == arm]
         if shown:
-            look = style.look(arm) | {"label": f"{arm}, {len(shown)} seeds"} | ({} if chained else {"marker": ""})
+            look = style.look(arm) | {"label": name} | ({} if chained else {"marker": ""})
             courses = [run["by length"] if chained else [row["loss"] for row in run["log"]] for run in shown]
             steps = LENGTHS if chained else range(len(courses[0]))
-            style.band(left, steps, courses, **look)
+            style.band(upper, steps, courses, **look)
         if shown and arm == "deq":
             used = [run["iterations"] if chained else [row["evaluations"] for row in run["log"]] for run in shown]
-            style.band(right, steps, used, **look)
-    left.set(xlabel=across, ylabel=upwards)
-    right.set(xlabel=across, ylabel="evaluations of the DEQ")
-    style.legend(figure)
+            style.band(lower, steps, used, **look)
+    if chained:
+        upper.axhline(100 / CLASSES, color=style.BLACK, lw=1, ls=":", label="chance")
+        upper.set_ylim(0, 103)
+    seeds = len({record.seed for record in records})
+    upper.set(xlabel=across, title=f"{title} (mean and range of {seeds} seeds)")
+    lower.set(xlabel=across, title="evaluations that the DEQ takes")
+    style.legend(figure, 2)
     return figure
 
 

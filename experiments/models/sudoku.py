@@ -30,11 +30,10 @@ from torch import Tensor, nn
 import deqfast
 
 from .frame import Example, Outcome, Run, Training, differentiate
-from .sudoku_figure import animation, draw, film
+from .sudoku_figure import ARMS, animation, draw, film
 from .sudoku_puzzles import BOXES, FEWEST, encode, generate, read_folder, tensors
 
 USUAL = {4: 5, 6: 10, 9: 28}
-ARMS = ("deq", "explicit-parameters", "explicit-compute")
 SOLVE, PHANTOM = 6, 4  # evaluations of a training solve; differentiated evaluations for each of its two losses
 DEPTH = (SOLVE + 2 * 3 * PHANTOM) // 3  # applications of the twins: a differentiated one costs three
 AT = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -48,7 +47,7 @@ State = tuple[Tensor, Tensor]
 class Sudoku(Training):
     """Options of the model."""
 
-    all_arms: ClassVar[tuple[str, ...]] = ARMS
+    all_arms: ClassVar[tuple[str, ...]] = tuple(ARMS)
 
     size: str = option("data", "digits; boxes of 6 are 2 x 3", "6", choices=("4", "6", "9"))
     clues: int | None = option("data", f"clues of a generated puzzle; off: {USUAL} by size", None, minimum=1)
@@ -223,7 +222,6 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
         shown = {
             "curve": along(solver, x, digits),
             "starts": [[percent(boards[:, :k].any(1)), percent(best)] for k, best in enumerate(least, 1)],
-            "answered": answered(residual.flatten(), boards.flatten()),
             "film": film(solver, x[hardest], clues[hardest], digits[hardest]),
         }
         scores["evaluations a solve"] = iterations.mean().item()
@@ -261,12 +259,6 @@ def auc(residual: Tensor, boards: Tensor) -> float:
     """Probability that a solved board has a smaller residual than an unsolved one (0.5 without either)."""
     less = residual[boards][:, None] < residual[~boards]
     return less.float().mean().item() if less.numel() else 0.5
-
-
-def answered(residual: Tensor, boards: Tensor, points: int = 20) -> list[float]:
-    """Boards solved, in percent, among the twentieths with the least residual."""
-    order = boards[residual.argsort()]
-    return [percent(order[: max(1, len(order) * k // points)]) for k in range(1, points + 1)]
 
 
 def along(solver: Equilibrium, x: Tensor, digits: Tensor) -> list[tuple[int, float]]:

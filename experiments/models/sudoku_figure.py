@@ -18,6 +18,11 @@ import deqfast
 from .frame import Record
 from .sudoku_puzzles import BOXES
 
+ARMS = {  # names in figures
+    "deq": "trained as a DEQ",
+    "explicit-parameters": "trained with ten unrolled steps",
+    "explicit-compute": "ten separate blocks",
+}
 DARK, GREY, LINE, RIGHT, WRONG = (40, 44, 58), (233, 233, 236), (190, 194, 204), (64, 132, 214), (222, 62, 56)
 
 
@@ -90,40 +95,37 @@ def animation(film: dict[str, Any]) -> bytes:
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Figure of boards solved by evaluations, by starts and by the share answered; and of a board while it is
-    solved."""
-    figure = style.page(5)
-    above, below = figure.subfigures(2, 1, height_ratios=(1.7, 1), squeeze=False)[:, 0]
-    curve, starts, answered = above.subplots(1, 3, sharey=True).tolist()
-    for record in records:
-        look = style.look(record.arm) | {"label": record.arm}
-        line = {"color": look["color"]}
-        if not record.shown:
-            curve.axhline(record.scores["boards as trained, %"], ls="-.", label=record.arm, **line)
-            continue
-        curve.plot(*zip(*record.shown["curve"], strict=True), **look)
-        best, least = zip(*record.shown["starts"], strict=True)
-        numbers = range(1, len(best) + 1)
-        starts.plot(numbers, least, **look)
-        starts.plot(numbers, best, ls=":", **line)
-        starts.axhline(record.scores["boards, any start, %"], ls="--", lw=0.8, **line)
-        share = [100 * k / len(record.shown["answered"]) for k in range(1, len(record.shown["answered"]) + 1)]
-        answered.plot(share, record.shown["answered"], **line)
-    for dash, text in {"-": "start of the least residual", ":": "best start", "--": "any one start"}.items():
-        starts.plot([], color=style.GREY, ls=dash, label=text)
+    """Boards solved against evaluations and against starts, means and ranges over the seeds; and a board at the start,
+    halfway and at the end of its solve."""
+    figure = style.page(6.2, style.NARROW)
+    above, below = figure.subfigures(2, 1, height_ratios=(2.2, 1), squeeze=False)[:, 0]
+    curve, starts = above.subplots(2, 1).tolist()
+    for arm, name in ARMS.items():
+        own = [record for record in records if record.arm == arm]
+        look = style.look(arm) | {"label": name}
+        solves = [record.shown for record in own if record.shown]
+        if solves:
+            (evaluations, *_), *_ = curves = [list(zip(*shown["curve"], strict=True)) for shown in solves]
+            style.band(curve, evaluations, [solved for _, solved in curves], **look)
+            chosen = [[least for _, least in shown["starts"]] for shown in solves]
+            style.band(starts, range(1, len(chosen[0]) + 1), chosen, **look)
+        elif own:
+            solved = [record.scores["boards as trained, %"] for record in own]
+            curve.axhline(sum(solved) / len(solved), color=look["color"], ls="-.", label=name)
     curve.set_xscale("log", base=2)
     curve.xaxis.set_major_formatter("{x:g}")
-    curve.set(xlabel="evaluations at test", ylabel="boards solved, %", ylim=(0, 103))
     starts.xaxis.get_major_locator().set_params(integer=True)
-    starts.set_xlabel("random starts")
-    answered.set_xlabel("share answered, %\n(least residuals first)")
-    style.legend(above, 3)
+    seeds = len({record.seed for record in records})
+    curve.set(title=f"boards solved, % (mean and range of {seeds} seeds)", ylim=(0, 103))
+    curve.set_xlabel("evaluations of the block")
+    starts.set(title="boards solved, %, by the start of the least residual", ylim=(0, 103), xlabel="random starts")
+    style.legend(above, 1)
     if films := [record.shown["film"] for record in records if record.shown]:
+        below.suptitle("a board while it is solved: right cells blue, wrong ones red")
         last = len(films[0]["frames"]) - 1
-        for axis, part in zip(below.subplots(1, 5), (0, 0.2, 0.45, 0.7, 1), strict=True):
-            k = round(part * last)
+        for axis, k in zip(below.subplots(1, 3), (0, last // 2, last), strict=True):
             board = picture(films[0], k)
             axis.imshow(board.crop((0, 0, board.width, board.width)))
-            axis.set_title(progress(films[0], k).replace(":  ", ":\n"))
+            axis.set_title(progress(films[0], k).replace(":  ", ":\n"), fontsize="small")
             axis.axis("off")
     return figure

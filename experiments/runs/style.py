@@ -21,6 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 WIDTH = 8.2  # inches; a page shows them on 780 pixels, so that letters of 9 points are 12 pixels high
+NARROW = 4.6  # inches of a figure that is readable on a phone
 BLACK, GREY, BLUE, SKY = "#000000", "#777777", "#0072B2", "#56B4E9"
 GREEN, ORANGE, VERMILLION, PURPLE = "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 CLASSES = matplotlib.color_sequences["petroff10"]
@@ -60,9 +61,9 @@ def look(name: str) -> dict[str, Any]:
     return dict(zip(("color", "marker"), known[max(known, key=len)], strict=True))
 
 
-def page(height: float) -> Figure:
-    """Empty figure of a page's width and of a height in inches."""
-    return plt.figure(figsize=(WIDTH, height))
+def page(height: float, width: float = WIDTH) -> Figure:
+    """Empty figure in inches, by default of a page's width."""
+    return plt.figure(figsize=(width, height))
 
 
 def panels(rows: int = 1, columns: int = 1, height: float = 2.6, **shared: Any) -> tuple[Figure, np.ndarray]:

@@ -305,4 +305,3 @@ def test_digits_and_lines_are_interchangeable_to_the_block():
 def test_least_residuals_are_the_confidence():
     residual, boards = torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.tensor([True, False, True, False])
     assert sudoku.auc(residual, boards) == 1 and sudoku.auc(-residual, boards) == 0
-    assert sudoku.answered(residual, boards, 4) == pytest.approx([100, 100, 200 / 3, 50])
