@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ._checks import check_count
+from .state.evaluation import countable
 from .state.groups import Grouping
 from .state.norms import largest, lengths, unit
-from .state.packing import Packing, countable, rows_dtype
+from .state.packing import Packing, rows_dtype
 from .state.rows import per_row, rows_of, with_stand_ins
 from .torch_internals import pytree
 from .torch_internals.autograd import detached, in_order_of, not_leaves, vjp

@@ -13,9 +13,10 @@ from .._checks import signature_of
 from ..cells.protocol import can_cancel, solving
 from ..engine.plan import Plan
 from ..gradients.base import leads_to
+from ..state.evaluation import evaluate
 from ..state.floors import float32_products_eps, residual_floor
 from ..state.norms import sample_norms
-from ..state.packing import Packing, evaluate
+from ..state.packing import Packing
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, requiring_grad
 from ..torch_internals.weights import hold_weights, is_cached, modules_of, undone

@@ -27,9 +27,10 @@ from ..gradients.base import confirmed
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
 from ..solvers import Anderson, Broyden, Picard, Solver
+from ..state.evaluation import evaluate
 from ..state.groups import Grouping
 from ..state.norms import sample_norms
-from ..state.packing import Packing, evaluate
+from ..state.packing import Packing
 from ..state.rows import per_row
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, in_order_of

@@ -15,8 +15,9 @@ from ..engine.plan import Plan, run
 from ..engine.solve import Solve
 from ..solution import Solution
 from ..solvers import Solver
+from ..state.evaluation import countable
 from ..state.norms import sample_norms
-from ..state.packing import Packing, countable
+from ..state.packing import Packing
 from ..state.rows import mark_samples, settled, take_rows
 from ..torch_internals import pytree
 from ..torch_internals.autograd import detached

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..ops.steps.reference import begun, evaluated
 from ..solution import Status
 from ..solvers.base import State
-from ..state.packing import Packing, countable, evaluate, versions, writes
+from ..state.evaluation import countable, evaluate, versions, writes
+from ..state.packing import Packing
 from ..torch_internals.ranks import InStep
 
 

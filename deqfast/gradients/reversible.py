@@ -14,8 +14,9 @@ from .._checks import check_count, check_number
 from ..engine.plan import Plan
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution
+from ..state.evaluation import evaluate
 from ..state.norms import sample_norms
-from ..state.packing import Packing, evaluate
+from ..state.packing import Packing
 from ..torch_internals import autograd, pytree
 from ..torch_internals.autograd import Gradients
 from ..torch_internals.dynamo import outside_exports, uncompiled, untraced

@@ -18,7 +18,8 @@ from ..engine.solve import check_finite
 from ..ops.steps.reference import Evaluation, evaluated
 from ..solution import Solution, Status
 from ..solvers import Solver
-from ..state.packing import Packing, evaluate, version
+from ..state.evaluation import evaluate, version
+from ..state.packing import Packing
 from ..state.rows import per_row, stand_in
 from ..torch_internals import pytree
 from ..torch_internals.autograd import Graph, detached, requiring_grad

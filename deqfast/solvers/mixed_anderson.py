@@ -13,7 +13,8 @@ from torch import Tensor
 from .._checks import check_callable, check_count, check_number
 from ..kernels.constants import ANDERSON_II
 from ..ops import Kernel
-from ..state.packing import Packing, countable, evaluate, versions
+from ..state.evaluation import countable, evaluate, versions
+from ..state.packing import Packing
 from ..torch_internals import pytree
 from .base import Solver, State
 from .multisecant import slots

@@ -23,7 +23,8 @@ from ..solution import Solution
 from ..solvers import Auto, MixedAnderson, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import MultisecantState
-from ..state.packing import Packing, evaluate
+from ..state.evaluation import evaluate
+from ..state.packing import Packing
 from ..torch_internals.dynamo import reason
 
 _solves = itertools.count(1)

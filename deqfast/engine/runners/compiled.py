@@ -13,7 +13,8 @@ from torch import Tensor
 from ...ops import Kernel, choose_kernel
 from ...solution import Solution
 from ...solvers import Auto, MixedAnderson, Solver
-from ...state.packing import Packing, evaluate
+from ...state.evaluation import evaluate
+from ...state.packing import Packing
 from ...torch_internals import pytree
 from ...torch_internals.dynamo import Codes, is_failed_trace, reason
 from ..refusals import Refusals, check_served, kinds
