@@ -80,6 +80,12 @@ class TestKernels:
         check_norm(implementation.op(op), NormCase(op, **case), implementation.device)
 
     @every_op
+    @every_layout
+    def test_a_long_sum_of_equal_terms_costs_no_digits(self, implementation, memory_format, op):
+        case = NormCase(op, (1, 4, 256, 256), 1, memory_format=FORMATS[memory_format], offset=0.0, is_relu=True)
+        check_norm(implementation.op(op), case, implementation.device)
+
+    @every_op
     def test_an_empty_batch(self, op, implementation):
         arguments = NormCase(op, shape=(0, 16, 3, 5)).arguments(implementation.device)
         for result in implementation.op(op)(*arguments.values()):

@@ -42,6 +42,7 @@ class NormCase:
     dtypes: str = "fp32"
     memory_format: torch.memory_format = torch.channels_last
     offset: float = 0.3
+    is_relu: bool = False  # y is max(0, .), with half of its entries equal
 
     @property
     def reference(self) -> Callable[..., tuple[Tensor, ...]]:
@@ -61,7 +62,8 @@ class NormCase:
         def vector() -> Tensor:
             return torch.randn(channels, generator=generator, dtype=torch.float64).to(device, accumulation)
 
-        images = {"y": image(y_dtype, self.offset)}
+        y = image(y_dtype, self.offset)
+        images = {"y": y.relu_() if self.is_relu else y}
         if "residual" in self.op:
             images |= {"x": image(z_dtype, 0.0), "z": image(z_dtype, 0.0)}
             names = ["weight2", "bias2", "weight3", "bias3"]

@@ -93,6 +93,10 @@ DEQFAST_INLINE auto at(const T* values, int64_t c, Count count) {
   }
 }
 
+// Terms that a lane adds up before their sum joins a total in double precision. A long sum of equal terms, such as the
+// zeros of a relu less their mean, rounds in one direction.
+constexpr int64_t kRun = 64;
+
 // Calls body(d, c, count, terms) for all vectors of a piece: d is the position of `count` elements, c their channel
 // (the first one in channels_last). The sums of `terms` per channel go to the arrays of `sums`.
 template <class T, bool kLast, int Terms, class Body>
@@ -101,24 +105,31 @@ DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& bo
   using Whole = std::integral_constant<int64_t, W>;
   const int64_t whole = p.cols / W * W;
   const Tail<W> rest{p.cols - whole};
+  constexpr int kCount = Terms > 0 ? Terms : 1;
   if constexpr (!kLast) {
     for (int64_t row = 0; row < p.rows; ++row) {
-      Vec<T> terms[Terms > 0 ? Terms : 1] = {};
-      for (int64_t d = 0; d < whole; d += W) body(row * p.cols + d, row, Whole(), terms);
-      if (rest > 0) {
-        Vec<T> last[Terms > 0 ? Terms : 1] = {};
-        body(row * p.cols + whole, row, rest, last);
-        for (int k = 0; k < Terms; ++k) terms[k] += first_lanes<T>(last[k], rest);
+      double totals[kCount] = {};
+      for (int64_t begin = 0; begin < p.cols; begin += kRun * W) {
+        Vec<T> terms[kCount] = {};
+        const int64_t end = std::min(begin + kRun * W, whole);
+        for (int64_t d = begin; d < end; d += W) body(row * p.cols + d, row, Whole(), terms);
+        if (rest > 0 && begin + kRun * W >= p.cols) {
+          Vec<T> last[kCount] = {};
+          body(row * p.cols + whole, row, rest, last);
+          for (int k = 0; k < Terms; ++k) terms[k] += first_lanes<T>(last[k], rest);
+        }
+        for (int k = 0; k < Terms; ++k) totals[k] += tree_sum<T>(terms[k]);
       }
-      for (int k = 0; k < Terms; ++k) sums[k][row] = tree_sum<T>(terms[k]);
+      for (int k = 0; k < Terms; ++k) sums[k][row] = static_cast<T>(totals[k]);
     }
   } else {
     constexpr int64_t kRows = 4;  // summed in registers
+    std::vector<double> totals(p.rows > kRun * kRows ? p.channels * Terms : 0);
     if (Terms > 0) sums.clear();
     for (int64_t row = 0; row < p.rows; row += kRows) {
       const int64_t end = std::min(row + kRows, p.rows);
       const auto column = [&](int64_t c, auto count) DEQFAST_ALWAYS_INLINE {
-        Vec<T> terms[Terms > 0 ? Terms : 1] = {};
+        Vec<T> terms[kCount] = {};
         for (int64_t r = row; r < end; ++r) body(r * p.cols + c, c, count, terms);
         for (int k = 0; k < Terms; ++k) {
           T* sum = sums[k] + c;  // lanes after the last channel are in the padding
@@ -127,6 +138,15 @@ DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& bo
       };
       for (int64_t c = 0; c < whole; c += W) column(c, Whole());
       if (rest > 0) column(whole, rest);
+      if (!totals.empty() && (end % (kRun * kRows) == 0 || end == p.rows)) {
+        for (int k = 0; k < Terms; ++k) {
+          double* total = totals.data() + k * p.channels;
+          for (int64_t c = 0; c < p.channels; ++c) {
+            total[c] += sums[k][c];
+            sums[k][c] = end == p.rows ? static_cast<T>(total[c]) : T(0);
+          }
+        }
+      }
     }
   }
 }

@@ -76,9 +76,20 @@ struct Group {
   __device__ int at(int k) const { return (row + k * rows) * stride + col * N; }  // of slot k, in the group
 };
 
+struct Nothing {
+  template <class... Arguments>
+  __device__ void operator()(Arguments...) const {}
+};
+
+// Terms that a thread adds up before their sum joins a total in double precision. A long sum of equal terms, such as
+// the zeros of a relu less their mean, rounds in one direction.
+constexpr int kRun = 64;
+
 // Calls body(slot, offset in the group) for the thread's packs, between begin(channel in the group) and end(channel).
-template <int K, int N, int Threads, class Begin, class Body, class End>
-__device__ void sweep(const Group<N, Threads>& g, const Begin& begin, const Body& body, const End& end) {
+// With K = 0 it calls settle() after each `kRun` packs of a column, and after the last.
+template <int K, int N, int Threads, class Begin, class Body, class End, class Settle = Nothing>
+__device__ void sweep(const Group<N, Threads>& g, const Begin& begin, const Body& body, const End& end,
+                      const Settle& settle = {}) {
   if constexpr (K > 0) {
     begin(g.col * N);
 #pragma unroll
@@ -89,7 +100,10 @@ __device__ void sweep(const Group<N, Threads>& g, const Begin& begin, const Body
   } else {
     for (int col = g.col; col < g.cols; col += Threads) {
       begin(col * N);
-      for (int pixel = g.row; pixel < g.pixels; pixel += g.rows) body(0, pixel * g.stride + col * N);
+      for (int pixel = g.row; pixel < g.pixels;) {
+        for (int n = 0; n < kRun && pixel < g.pixels; ++n, pixel += g.rows) body(0, pixel * g.stride + col * N);
+        settle();
+      }
       end(col * N);
     }
   }
@@ -103,10 +117,6 @@ __device__ void load_slots(const Group<N, Threads>& g, const X* from, Pack<X, N>
 #pragma unroll
   for (int k = 0; k < K; ++k) packs[k] = load<X, N>(first + min(g.row + k * g.rows, g.pixels - 1) * g.stride);
 }
-
-struct Nothing {
-  __device__ void operator()(int) const {}
-};
 
 template <class T, class X, int N>
 __device__ void load_values(const X* from, T (&values)[N]) {
@@ -123,19 +133,34 @@ __device__ void store_values(X* to, const T (&values)[N]) {
   store(to, pack);
 }
 
-// Sum of a thread: in blocks of few threads, whose threads have many terms, as several independent sums.
-template <class T, int Threads>
+// Sum of a thread that holds its terms: in blocks of few threads, whose threads have many, as several independent sums.
+template <class T, int K, int Threads>
 struct PartialSum {
   static constexpr int kSums = Threads < kThreads ? 4 : 1;
   T sums[kSums] = {};
 
   __device__ void add(int i, T x) { sums[i % kSums] += x; }
+  __device__ void settle() {}
   __device__ T total() const {
     T sum = sums[0];
 #pragma unroll
     for (int i = 1; i < kSums; ++i) sum += sums[i];
     return sum;
   }
+};
+
+// Sum of a thread that reads any number of terms, settled after each `kRun` packs.
+template <class T, int Threads>
+struct PartialSum<T, 0, Threads> {
+  T run = 0;
+  double settled = 0;
+
+  __device__ void add(int, T x) { run += x; }
+  __device__ void settle() {
+    settled += run;
+    run = 0;
+  }
+  __device__ T total() const { return static_cast<T>(settled); }
 };
 
 // Totals over the block, for all threads, which add up the sums of the warps in the same order. One barrier each: calls
@@ -178,14 +203,29 @@ __device__ T inverse_deviation(T squares, T count, T eps) {
 }
 
 // Terms of the gradient through a normalisation: sums per channel over the pixels, and means over the group.
-template <class T, int N>
+template <class T, int N, int K>
 struct AffineSums {
   T weight[N], bias[N];  // sums of grad * normal and of grad over the thread's pixels of one column
+  double settled[K > 0 ? 1 : 2 * N];  // with K = 0: sums of both, of the packs before the present run
   T means[2] = {};       // of weight * grad * normal and weight * grad
 
   __device__ void clear() {
 #pragma unroll
-    for (int i = 0; i < N; ++i) weight[i] = bias[i] = T(0);
+    for (int i = 0; i < N; ++i) {
+      weight[i] = bias[i] = T(0);
+      if constexpr (K == 0) settled[i] = settled[N + i] = 0;
+    }
+  }
+
+  __device__ void settle() {
+    if constexpr (K == 0) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        settled[i] += weight[i];
+        settled[N + i] += bias[i];
+        weight[i] = bias[i] = T(0);
+      }
+    }
   }
 
   __device__ void add(int i, T grad, T normal) {
@@ -197,6 +237,13 @@ struct AffineSums {
   // By all threads of the block if a column has several rows.
   template <int Threads>
   __device__ void finish(const Group<N, Threads>& g, T (*buffer)[Threads], const T (&factor)[N], T* to, int64_t plane) {
+    if constexpr (K == 0) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        weight[i] = static_cast<T>(settled[i]);
+        bias[i] = static_cast<T>(settled[N + i]);
+      }
+    }
     if (g.rows > 1) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {

@@ -27,18 +27,18 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 8 : 2)
       for (int i = 0; i < N; ++i) v[k][i] = convert<T>(packs[k].value[i]);
     }
   }
-  PartialSum<T, Threads> sum, squares;
+  PartialSum<T, K, Threads> sum, squares;
   sweep<K>(group, Nothing(), [&](int k, int at) {
     if constexpr (K == 0) load_values(y + at, v[k]);
 #pragma unroll
     for (int i = 0; i < N; ++i) sum.add(i, v[k][i]);
-  }, Nothing());
+  }, Nothing(), [&] { sum.settle(); });
   const T count = group.template count<T>(), mean = totals.add_up(0, sum.total()) / count;
   sweep<K>(group, Nothing(), [&](int k, int at) {
     if constexpr (K == 0) load_values(y + at, v[k]);
 #pragma unroll
     for (int i = 0; i < N; ++i) squares.add(i, (v[k][i] - mean) * (v[k][i] - mean));
-  }, Nothing());
+  }, Nothing(), [&] { squares.settle(); });
   const T rstd = inverse_deviation(totals.add_up(1, squares.total()), count, p.eps);
   sweep<K>(group, [&](int c) {
     if constexpr (K == 0) read_channels(c);
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
   const auto begin = [&](int c) {
     if constexpr (K == 0) read_channels(c);
   };
-  AffineSums<T, N> affine;
+  AffineSums<T, N, K> affine;
   sweep<K>(group, [&](int c) {
     begin(c);
     affine.clear();
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
     for (int i = 0; i < N; ++i) affine.add(i, grad[k][i], normal[k][i]);
   }, [&](int c) {
     affine.finish(group, buffer, weight, p.grad_affine + group.channel + c, p.shape.batch * p.shape.channels);
-  });
+  }, [&] { affine.settle(); });
   affine.finish_means(totals, 0, group.template count<T>());
   sweep<K>(group, begin, [&](int k, int at) {
     if constexpr (K == 0) read(k, at);

@@ -58,19 +58,19 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 8 : 2)
     }
   }
 
-  using Sum = PartialSum<T, Threads>;
+  using Sum = PartialSum<T, K, Threads>;
   Sum sum2, squares2, sum3, squares3;
   sweep<K>(group, Nothing(), [&](int k, int at) {
     if constexpr (K == 0) read_sum(k, at);
 #pragma unroll
     for (int i = 0; i < N; ++i) sum2.add(i, v[k][i]);
-  }, Nothing());
+  }, Nothing(), [&] { sum2.settle(); });
   mean2 = totals.add_up(0, sum2.total()) / count;
   sweep<K>(group, Nothing(), [&](int k, int at) {
     if constexpr (K == 0) read_sum(k, at);
 #pragma unroll
     for (int i = 0; i < N; ++i) squares2.add(i, (v[k][i] - mean2) * (v[k][i] - mean2));
-  }, Nothing());
+  }, Nothing(), [&] { squares2.settle(); });
   rstd2 = inverse_deviation(totals.add_up(1, squares2.total()), count, p.eps);
 
   const auto begin = [&](int c) {
@@ -84,13 +84,13 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 8 : 2)
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) sum3.add(i, v[k][i]);
-  }, Nothing());
+  }, Nothing(), [&] { sum3.settle(); });
   mean3 = totals.add_up(0, sum3.total()) / count;
   sweep<K>(group, begin, [&](int k, int at) {
     if constexpr (K == 0) read_activation(k, at);
 #pragma unroll
     for (int i = 0; i < N; ++i) squares3.add(i, (v[k][i] - mean3) * (v[k][i] - mean3));
-  }, Nothing());
+  }, Nothing(), [&] { squares3.settle(); });
   rstd3 = inverse_deviation(totals.add_up(1, squares3.total()), count, p.eps);
 
   sweep<K>(group, [&](int c) {
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
     }
   }
 
-  AffineSums<T, N> affine3, affine2;
+  AffineSums<T, N, K> affine3, affine2;
   sweep<K>(group, [&](int c) {
     if constexpr (K == 0) read_channels(c);
     affine3.clear();
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
     for (int i = 0; i < N; ++i) affine3.add(i, grad[k][i], normal3(k, i));
   }, [&](int c) {
     affine3.finish(group, buffer, weight3, p.grad_affine + 2 * plane + group.channel + c, plane);
-  });
+  }, [&] { affine3.settle(); });
   affine3.finish_means(totals, 0, count);
 
   const auto pass_norm3 = [&](int k) {
@@ -201,7 +201,9 @@ __global__ void __launch_bounds__(Threads, Threads < kThreads ? 4 : 1)
     store_values(p.grad_z + group.offset + at, grad[k]);
 #pragma unroll
     for (int i = 0; i < N; ++i) affine2.add(i, grad[k][i], normal2[k][i]);
-  }, [&](int c) { affine2.finish(group, buffer, weight2, p.grad_affine + group.channel + c, plane); });
+  }, [&](int c) { affine2.finish(group, buffer, weight2, p.grad_affine + group.channel + c, plane); }, [&] {
+    affine2.settle();
+  });
   affine2.finish_means(totals, 1, count);
 
   sweep<K>(group, [&](int c) {
