@@ -409,7 +409,7 @@ def test_a_cell_sees_a_short_state_as_it_is_rounded():
     x = torch.randn(4, 500, dtype=torch.bfloat16)
     eager, compiled = both(lambda z, x: 0.5 * torch.cos(z) + x, Anderson(1e-5))
     if torch.__version__ < "2.14":
-        with pytest.raises(RuntimeError, match="gives the cell a torch.bfloat16 state that is not rounded"):
+        with pytest.raises(RuntimeError, match="does not round rows of torch.float32 to a state of torch.bfloat16"):
             compiled(x)
         return
     solution, expected = (block(x, return_solution=True)[1] for block in (compiled, eager))

@@ -121,6 +121,42 @@ def test_a_low_precision_f_hides_its_drift(name, kernel):
     assert set(solution.status.tolist()) <= {Status.MAX_ITER, Status.ESCAPED} and solution.value.abs().max() <= 2
 
 
+def wide_and_narrow(z):
+    """A contraction of a float64 and a float32 tensor."""
+    a = 0.3 * torch.tanh(z["a"] @ W) + 0.1 * z["b"] + 1
+    return {"a": a, "b": 0.1 * z["b"] - 0.2 * a.float()}
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_converged": True}, {"groups": "batch"}], ids=str)
+@pytest.mark.parametrize("solver", [Picard, Anderson, Broyden, Auto])
+@pytest.mark.parametrize("kind", ["bf16", "bf16 of fp32", "fp16 of fp32", "tree"])
+@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+def test_a_residual_is_of_the_value_in_its_own_dtype(kernel, kind, solver, options):
+    """The rows of a solve have more digits than such a state: f has to see what the step judges."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind[:4])
+    value = torch.float32 if "of" in kind else low
+    b = torch.linspace(0, 1, 5 * 16).view(5, 16)
+
+    def f(z, rows=None):
+        if low is None:
+            return wide_and_narrow(z)
+        return (0.5 * torch.tanh(z.float() @ W.float()) + (b if rows is None else b[rows])).to(value)
+
+    def flat(z):
+        return torch.cat([t.double() for t in z.values()], 1) if isinstance(z, dict) else z.double()
+
+    z0 = torch.zeros(5, 16, dtype=low) if low else {"a": torch.zeros(5, 16).double(), "b": torch.zeros(5, 16)}
+    tol = 1e-3 if low else 1e-9
+    solution = deqfast.solve(f, z0, solver(tol, 80), kernel=kernel, **options)
+    z, fz = flat(solution.value), flat(f(solution.value))
+    if "groups" in options:
+        z, fz = z.view(1, -1), fz.view(1, -1)
+    exact = torch.linalg.vector_norm(fz - z, dim=1) / torch.linalg.vector_norm(fz, dim=1)
+    unit = 16 * torch.finfo(torch.float32 if low else torch.float64).eps  # sums of 16 products, in the batch's order
+    assert (solution.residual.double() - exact).abs().max() <= unit
+    assert (exact[solution.converged] <= tol + unit).all()
+
+
 def test_a_low_precision_backward_solve_cannot_run_away():
     x = torch.randn(5, 8, requires_grad=True)
     for solver in (None, Anderson(1e-6, 60), Picard(1e-6, 60)):

@@ -224,6 +224,12 @@ class TestGroups:
 
         assert waits(None) == waits(Groups(GROUPS)) < waits(GROUPS)
 
+    def test_the_callers_tensor_may_change_later(self):
+        index = torch.tensor([0, 0, 1, 1])
+        groups = Groups(index)
+        index.zero_()
+        assert groups.per_row(torch.tensor([False, True])).tolist() == [False, False, True, True]
+
     @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "shine"])
     def test_rows_that_are_coupled_without_a_group_are_inconsistent(self, adjoint):
         mixing, x = self.graph(torch.zeros(300, dtype=torch.int64), torch.float32)
@@ -254,6 +260,13 @@ def test_the_order_of_keys_in_scale_does_not_count(keys):
     block = DEQBlock(cell, scale={key: SCALE[key] for key in keys}, warn=False)
     x, z0 = torch.ones(2, 8, requires_grad=True), {"large": torch.zeros(2, 8), "small": torch.zeros(2, 8)}
     assert (block(x, z0, return_solution=True)[1].status == Status.INCONSISTENT).all()
+
+
+def test_the_callers_scale_may_change_later():
+    scale = {"a": 1.0, "b": 1.0}
+    block = DEQBlock(lambda z, x: {key: 0.5 * z[key] + x for key in z}, scale=scale)
+    scale["a"] = -1.0
+    assert block.scale == {"a": 1.0, "b": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class BlockOptions:
             object.__setattr__(self, "eval_solver", as_solver(self.eval_solver, "eval_solver"))
         object.__setattr__(self, "adjoint", as_adjoint(self.adjoint))
         check_kernel_name(self.kernel)
-        check_scale(self.scale)
+        object.__setattr__(self, "scale", check_scale(self.scale))
         check_choice("cuda_graph", self.cuda_graph, (False, True))
         check_choice("causal", self.causal, (False, True))
         object.__setattr__(self, "causal", bool(self.causal))

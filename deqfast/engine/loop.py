@@ -136,9 +136,11 @@ Evaluation = Callable[[], tuple[Any, Tensor]]
 def whole(f: Callable[[Any], Any], packing: Packing, state: State) -> Evaluation:
     """Evaluations of all samples."""
     z, unpack, pack = state.z, packing.unpack, packing.packer(state.z)
-    is_rows, is_view = packing.is_rows, packing.is_view
+    is_rows, is_view, is_narrow = packing.is_rows, packing.is_view, packing.is_narrow
 
     def call() -> tuple[Any, Tensor]:
+        if is_narrow:
+            packing.round_(z)
         # A view for each call: f may set its gradient, its data or attributes.
         shown = z.view_as(z) if is_rows else unpack(z)
         before = z._version if is_view else versions(shown)
@@ -167,6 +169,7 @@ class Compaction:
 
     def __call__(self) -> tuple[Any, Tensor]:
         packing, z = self.packing, self.state.z
+        packing.round_(z)
         self._drop()
         if (which := self.rows) is None:
             self.samples += packing.batch
@@ -202,6 +205,7 @@ class Front:
 
     def __call__(self) -> tuple[Any, Tensor]:
         packing, z = self.packing, self.state.z
+        packing.round_(z)
         first = int(self.state.running.view(-1, self.length).any(dim=0).int().argmax())
         count = packing.batch // self.length
         self.samples += count * (self.length - first)

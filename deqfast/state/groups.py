@@ -101,7 +101,7 @@ def _checked(groups: Any, rows: int, device: torch.device) -> Tensor:
         raise ValueError(
             f"groups must have shape ({rows},) on {device}, as z0 has, got {tuple(groups.shape)} on {groups.device}"
         )
-    return groups.long()
+    return groups.to(torch.int64, copy=True)  # the caller may use the memory again
 
 
 Grouping = Groups | Tensor | str | None

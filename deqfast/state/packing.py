@@ -90,10 +90,16 @@ def rows_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def check_scale(scale: Any) -> Any:
-    """Return the tree `scale`; raise TypeError or ValueError unless its leaves are numbers of the allowed range."""
-    for number in [] if scale is None else pytree.tree_leaves(scale):
+    """Return a copy of the tree `scale`; raise TypeError or ValueError if a leaf is no number of the allowed range.
+
+    A block keeps solves with the numbers of their time, so that its tree must not change.
+    """
+    if scale is None:
+        return None
+    numbers, spec = pytree.tree_flatten(scale)
+    for number in numbers:
         check_number("scale", number, 1 / LARGEST_SCALE, LARGEST_SCALE)
-    return scale
+    return pytree.tree_unflatten(numbers, spec)
 
 
 def factors_of(scale: Any, spec: pytree.TreeSpec) -> list[float] | None:
@@ -164,8 +170,12 @@ class Packing:
         return packing
 
     def _note_rows(self) -> None:
-        """Note whether ``unpack`` gives a view (`is_view`), or the rows (`is_rows`): every iteration tests this."""
+        """Note whether ``unpack`` gives a view (`is_view`), the rows (`is_rows`), or fewer digits (`is_narrow`).
+
+        Every iteration tests this.
+        """
         first, converts = self.leaves[0], self.factors is not None or self.groups is not None
+        self.is_narrow = any(_REAL.get(leaf.dtype, leaf.dtype) != self.dtype for leaf in self.leaves)
         self.is_view = self.is_tensor and not converts and _REAL.get(first.dtype, first.dtype) == self.dtype
         self.is_rows = self.is_view and first.is_rows
 
@@ -289,6 +299,11 @@ class Packing:
             parts = [part * factor for part, factor in zip(parts, self.factors, strict=True)]
         tensors = [leaf.restore(part).to(leaf.dtype) for leaf, part in zip(self.leaves, parts, strict=True)]
         return pytree.tree_unflatten(tensors, self.spec)
+
+    def round_(self, rows: Tensor) -> None:
+        """Round rows (B, D) in place to the numbers that ``unpack`` shows f: a step judges the iterate that f got."""
+        if self.is_narrow:
+            rows.copy_(self.pack(self.unpack(rows)))
 
     def stall_floor(self, value: Any) -> float:
         """Residual below which no progress means a stall, for the f that returned `value`: ``floors.stall_floor``."""

@@ -95,6 +95,7 @@ def _iterate(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: S
         except Exception as error:
             _warn(error)
     for k in range(1, solver.max_iter):
+        packing.round_(state.z)
         _step(solver, state, packing.rows_of_value(evaluate(f, packing.unpack(state.z))), k, k == last)
     return solver.max_iter
 
@@ -121,6 +122,7 @@ def _loop(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: Stat
         copies: dict[str, Any] = {name: t.clone() for name, t in zip(tensors, now, strict=True)}
         own = replace(state, **copies)
         batch = single.resized(own.z.shape[0])
+        batch.round_(own.z)
         _step(solver, own, batch.rows_of_value(f(batch.unpack(own.z))), k, False)
         return k + 1, *(getattr(own, name) for name in tensors)
 

@@ -101,7 +101,9 @@ def solve_in_code(
         batch = status.shape[0]  # a loop takes no size from outside
         packing = loop.packing.resized(batch)
         # A copy, since a cell that works in place would write to the memory of the steps. Otherwise it costs nothing.
-        z = values[: batch * loop.dim].view(batch, loop.dim).clone()
+        iterate = values[: batch * loop.dim].view(batch, loop.dim)
+        packing.round_(iterate)
+        z = iterate.clone()
         value = cell(packing.unpack(z), x)
         rule = loop.solver.rule(packing.stall_floor(value))
         numbers = [float(number) for number in (*rule, *loop.numbers)]

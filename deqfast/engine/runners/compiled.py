@@ -105,11 +105,11 @@ def _check(packing: Packing, options: Options) -> None:
     """Raise the errors of ``Compiled.solve`` if the solve cannot be compiled."""
     kernel = options.kernel
     check_solver(options.solver)
-    short = [leaf.dtype for leaf in packing.leaves if leaf.dtype in (torch.bfloat16, torch.float16)]
-    if short and not IS_NEW:
+    if packing.is_narrow and not IS_NEW:
+        dtypes = ", ".join(str(leaf.dtype) for leaf in packing.leaves)
         raise RuntimeError(
-            f"compile=True: torch {torch.__version__} gives the cell a {short[0]} state that is not rounded: "
-            "take a float32 z0, or torch 2.14"
+            f"compile=True: torch {torch.__version__} does not round rows of {packing.dtype} to a state of {dtypes}: "
+            f"take a z0 of {packing.dtype}, or torch 2.14"
         )
     chosen = choose_kernel(kernel, packing.device)
     if chosen.name != KERNEL:
