@@ -125,6 +125,29 @@ def assert_same_gradients(cell, *inputs, adjoint="implicit", tol=TOL):
     return compiled
 
 
+class Product(torch.autograd.Function):
+    """z W^T in float32 under autocast too, and so its gradients."""
+
+    @staticmethod
+    def forward(ctx, z, weight):
+        ctx.save_for_backward(z, weight)
+        with torch.autocast("cpu", enabled=False):
+            return z @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        z, weight = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            return grad @ weight, grad.T @ z
+
+
+class Exempt(Linear):
+    """Cell whose product is none of the caller's autocast."""
+
+    def forward(self, z, x):
+        return 0.5 * torch.tanh(Product.apply(z, self.linear.weight) + self.linear.bias) + x
+
+
 class InPlace(Linear):
     """Cell with views and with operations in place, forward and, in torch's formula of indexing, backward."""
 
@@ -225,6 +248,10 @@ class TestGradients:
         units = 4 * torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
         for values in zip(grads, plain, exact, strict=True):
             assert_accurate(*values, units=units)
+
+    def test_a_cell_that_turns_autocast_off(self):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_same_gradients(Exempt(), torch.randn(4, 3))
 
     def test_weights_that_change_before_the_backward_pass(self):
         block = DEQBlock(Linear(), Broyden(), "implicit", compile=True)
