@@ -235,15 +235,21 @@ class TestBadSamples:
     @every_adjoint
     @pytest.mark.parametrize("rows", [[0], [2], [4], [0, 1, 3], [0, 1, 2, 3, 4]])
     def test_rows_of_nan(self, adjoint, rows):
+        """The first of them breaks down by its x, the others by their starts."""
         toy, rest, healthy = Toy(batch=5), Toy(batch=5), [i for i in range(5) if i not in rows]
+        smooth = toy.cell
+        toy.cell = lambda z, x: smooth(torch.where(z > 100, math.nan, z), x)
         with torch.no_grad():
-            toy.x[rows, 1] = math.nan
+            toy.x[rows[0], 1], toy.z0[rows[1:]] = math.nan, 1000
+        toy.z0.requires_grad_()
         z, solution = toy.block(adjoint)(toy.x, z0=toy.z0, return_solution=True)
         assert (solution.status == Status.NONFINITE).nonzero().flatten().tolist() == rows
         assert torch.isfinite(z).all() and torch.equal(z[rows], toy.z0[rows])
         assert torch.equal(z, solution.value) and (solution.residual[rows] == math.inf).all()
-        x_grad, *weight_grads = torch.autograd.grad(z, toy.inputs, toy.cotangent)
-        assert (x_grad[rows] == 0).all()
+        x_grad, *weight_grads, z0_grad = torch.autograd.grad(
+            z, (*toy.inputs, toy.z0), toy.cotangent, materialize_grads=True
+        )
+        assert (x_grad[rows] == 0).all() and (z0_grad[rows] == 0).all()
         rest.x, rest.z0 = rest.x.detach()[healthy].requires_grad_(), rest.z0[healthy]
         rest.cotangent = rest.cotangent[healthy]
         assert_close([x_grad[healthy], *weight_grads], list(rest.gradients(adjoint)), GRADIENT)

@@ -325,6 +325,7 @@ class TestMonotone:
     def test_the_weight_of_the_paper_and_its_direct_solution(self):
         cell = self.cell(margin=0.3)
         assert_close(cell.weight, 0.7 * self.EYE - cell.A.T @ cell.A + cell.B - cell.B.T, EPS64)
+        assert cell.weight.requires_grad
         for splitting, solver in (("peaceman-rachford", TIGHT), ("forward-backward", Picard(1e-12, 4000))):
             cell, x = self.cell(splitting, activation="identity", bias=False), self.inputs()  # and in one launch
             expected = torch.linalg.solve(self.EYE - cell.weight, cell.injection(x).T).T
@@ -332,7 +333,8 @@ class TestMonotone:
 
     @every_splitting
     def test_alpha_is_the_step(self, splitting):
-        """From zeros it gives relu(alpha c), or V (2 relu(alpha c))."""
+        """From zeros it gives relu(alpha c), or V (2 relu(alpha c)). Unless given it depends on W, without gradient."""
+        assert not self.cell(splitting).matrices()[-1].requires_grad
         cell, x = self.cell(splitting, alpha=0.1), self.inputs()
         value = cell(torch.zeros(5, 12, dtype=torch.float64), x)
         if splitting == "peaceman-rachford":

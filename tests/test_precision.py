@@ -62,12 +62,15 @@ def test_a_state_of_low_precision_under_a_value_of_float32_stalls_and_is_consist
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_samples_stall_at_the_floor_of_rounded_products(products, compile, request):
-    """A residual that stays at 1e-4 is stalled by products in bfloat16 only, also where code is compiled before."""
+    """A residual that stays at 1e-4 is stalled by products in bfloat16 or by autocast, also where code exists."""
     if compile:
         request.getfixturevalue("cpp_kernels")
     solver = deqfast.Picard(1e-6, 40)
     block = deqfast.DEQBlock(lambda z, x: z + 1e-4 * x, solver, compile=compile, warn=False)
     x = torch.ones(2, 3)
-    for precision, expected in (("ieee", Status.MAX_ITER), ("bf16", Status.STALLED), ("ieee", Status.MAX_ITER)):
+    for precision, autocast in (("ieee", False), ("bf16", False), ("ieee", True), ("ieee", False)):
         products(precision)
-        assert (block(x, torch.ones_like(x), return_solution=True)[1].status == expected).all()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            status = block(x, torch.ones_like(x), return_solution=True)[1].status
+        expected = Status.STALLED if autocast or precision == "bf16" else Status.MAX_ITER
+        assert (status == expected).all()

@@ -295,6 +295,10 @@ def test_a_solution_counts_its_samples_by_status():
     assert solution.converged.tolist() == [True, False, False]
     assert [int(status) for status in Status] == list(range(1, 8))  # 0 is a running sample's
     assert solution.status.dtype == torch.int8 and solution.iterations.dtype == torch.int32
+    for copies in (1, 50):  # Python counts few, torch many
+        many = solution.changed(status=solution.status.repeat(copies))
+        assert [status for status in Status if many.may_include(status)] == sorted(solution.status.tolist())
+    assert solution.changed(status=solution.status.to("meta")).may_include(Status.STALLED)  # reading it would wait
 
 
 def test_plot_draws_the_trace_of_each_sample() -> None:

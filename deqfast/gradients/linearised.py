@@ -104,8 +104,9 @@ class Linearised:
         examples = [node.meta["example_value"] for node in captured.graph.nodes if node.op == "placeholder"]
         arguments = [torch.empty_like(z) for z in states], examples
         graph = make_fx(products, tracing_mode="symbolic")(*arguments)
-        # Backward formulas may write to fresh zeros, which the split would otherwise compute only once.
-        graph = make_fx(torch.func.functionalize(graph), tracing_mode="symbolic")(*arguments)
+        with torch.autocast(states[0].device.type, enabled=False):  # the graph contains its casts
+            # Backward formulas may write to fresh zeros, which the split would otherwise compute only once.
+            graph = make_fx(torch.func.functionalize(graph), tracing_mode="symbolic")(*arguments)
         once, product = _parted(graph, len(states))
         loops, outputs = Compiled(_REFUSAL), len(states)
 

@@ -102,7 +102,7 @@ def test_what_is_not_defined_is_nan(convention, streaming, dtype):
         assert streaming or all(map(math.isnan, result.nc1_per_class)) and len(result.nc1_per_class) == 2
         centred = (result.condition, result.nc2_centered, *[result.nc3_centered] * (given is not None))
         assert all(map(math.isnan, centred)) and result.rank == 0, name
-        assert result.num_classes == {"single": 1, "lost": 0}.get(name, 2)
+        assert (result.num_classes, result.excluded) == {"single": (1, 0), "lost": (0, 600)}.get(name, (2, 0))
         if convention == "sun" and name in ("coinciding", "mirrored"):
             assert math.isfinite(result.nc2)
         if convention == "papyan":

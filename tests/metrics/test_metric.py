@@ -58,6 +58,7 @@ def merged(metric, features, labels):
     metric.update(features[:100], labels[:100])
     other.update(features[100:], labels[100:])
     metric.merge_state(other)
+    assert not metric.streaming or torch.equal(metric.precision, other.precision)
     return metric
 
 

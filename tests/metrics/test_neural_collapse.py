@@ -1,6 +1,7 @@
 """NC1-NC4 against their definitions, D x D matrices in float64."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -114,7 +115,6 @@ def test_rows_that_are_not_finite_and_classes_without_samples_are_left_out(dtype
     assert neural_collapse(features, spread[labels], num_classes=20).num_classes == 4
 
 
-@pytest.mark.filterwarnings("ignore:NC1 = 0")
 @pytest.mark.parametrize(
     ("ratio", "dtype", "rank"),
     [
@@ -126,10 +126,18 @@ def test_rows_that_are_not_finite_and_classes_without_samples_are_left_out(dtype
         (1e-16, torch.float64, 1),
     ],
 )
-def test_default_rtol_follows_the_dtype(ratio, dtype, rank):
+def test_default_rtol_and_the_warning_follow_the_coarsest_dtype(ratio, dtype, rank):
     means, labels = torch.zeros(3, 4, dtype=torch.float64), torch.arange(300) % 3
     means[0, 0], means[1, 0], means[2, 1] = 1.0, -1.0, ratio
-    assert neural_collapse(means[labels].to(dtype), labels, rtol=None).rank == rank
+    features, is_short = means[labels], dtype in (torch.bfloat16, torch.float16)
+    metric, other = (NeuralCollapse(3, num_features=4, streaming=True) for _ in range(2))
+    metric.update(features.to(dtype), labels)
+    metric.update(features, labels)
+    other.update(features, labels)
+    metric.merge_state(other)
+    for compute in (lambda: neural_collapse(features.to(dtype), labels, rtol=None), metric.compute):
+        with pytest.warns(UserWarning, match="below what half") if is_short else nullcontext():
+            assert compute().rank == rank
 
 
 def numbers_of(result):
