@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import signal
 import threading
@@ -18,8 +17,8 @@ import emulate
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from correctness import assert_close
+from forked import in_processes
 from interpreter import INTERPRETED
 from test_docs import ROOT, python_of
 from torch import Tensor, nn
@@ -48,28 +47,14 @@ from deqfast.ops import Kernel
 from deqfast.solution import Solution, Status
 from deqfast.solvers import Solver
 
-LIMIT, GROUP_LIMIT = 480, 120  # seconds for all processes of a test, and for one of their collectives
+GROUP_LIMIT = 120  # seconds for a collective
 D = 8
 PAGE = ROOT / "docs" / "pages" / "processes.md"
 
 
-def in_processes(work: Callable[..., None], count: int, path: Path, *arguments: Any) -> None:
-    """Run work(rank, count, path, ...) in processes of their own; a failure if they take too long after their start."""
-    context, until = mp.spawn(work, (count, path, *arguments), nprocs=count, join=False), math.inf
-    while not context.join(timeout=1):
-        if until == math.inf and all((path / f"rank-{rank}").exists() for rank in range(count)):
-            until = time.monotonic() + LIMIT
-        if time.monotonic() > until:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"the processes had not ended after {LIMIT} seconds")
-
-
 def join(rank: int, count: int, path: Path) -> None:
-    torch.set_num_threads(1)
     limit = timedelta(seconds=GROUP_LIMIT)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=count, timeout=limit)
-    (path / f"rank-{rank}").touch()
 
 
 def run_in_a_group(rank: int, count: int, path: Path, works: list[tuple[Any, ...]]) -> None:
@@ -323,8 +308,6 @@ def interrupt_all(rank: int, path: Path) -> None:
 
 
 def run_page(rank: int, count: int, path: Path) -> None:
-    torch.set_num_threads(1)
-    (path / f"rank-{rank}").touch()
     for number, block in enumerate(python_of(PAGE)):
         place = f'init_method="file://{path}/{number}-{count}", rank={rank}, world_size={count}'
         names = {"__name__": "__main__"}

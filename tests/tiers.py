@@ -111,6 +111,15 @@ def fast(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
             yield from [item for item in family if parameters(item).get("implementation") == name][:1]
 
 
+def long_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests in an order for two workers, which begin with a half each: both first run long ones, and end together."""
+    long = [item for item in items if item.get_closest_marker("tier")]
+    short = [item for item in items if not item.get_closest_marker("tier")]
+    first = len(long) // 2
+    rest = max(0, len(items) // 2 - first)
+    return [*long[:first], *short[:rest], *long[first:], *short[rest:]]
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, so that the tiers do not depend on them
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out, tier = set(not_covering(items)), config.option.tier
@@ -123,6 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    if tier == "rest":
+        items[:] = long_first(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

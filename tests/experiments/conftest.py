@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from forked import FORKSERVER
 from models.frame import Run
 from nc_study.cli import main
 from nc_study.record import FORMAT, Begun
 from nc_study.rundir import RunDirectory
 from runs.files import to_json
+from runs.processes import Spawned
 from separation_study.frame import Job
 from study_helpers import TINY, made_up_epoch, made_up_result, made_up_settings
 
@@ -107,3 +109,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return Done()
 
     monkeypatch.setattr(Job, "start", start)
+
+
+@pytest.fixture
+def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are forks of a process that has imported torch, which takes seconds. Other tests have fresh ones."""
+    monkeypatch.setattr(Spawned, "_Popen", staticmethod(FORKSERVER.Process._Popen))

@@ -44,7 +44,7 @@ def call(tmp_path, *arguments: str) -> int:
 
 
 @pytest.mark.tier("full")
-def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
+def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys, forked_runs):
     assert call(tmp_path, "--seeds", "1", "--arms", "one,one") == 0
     record = json.loads((tmp_path / "one-seed0.json").read_text())
     assert record["parameters"] == 2 and record["data"] == "lines" and record["peak_memory"] > 0
@@ -76,7 +76,7 @@ def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, cut_off
 
 
 @pytest.mark.tier("full")
-def test_a_damaged_record_takes_no_other_run_with_it(tmp_path, capsys):
+def test_a_damaged_record_takes_no_other_run_with_it(tmp_path, capsys, forked_runs):
     """The table and the figure have the others, and the damaged ones are named."""
     given = ("--seeds", "2", "--arms", "one", "--resume")
     assert call(tmp_path, *given) == 0

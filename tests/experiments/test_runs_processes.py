@@ -40,7 +40,7 @@ class Writing(Run):
 
 
 @pytest.mark.tier("full")
-def test_a_run_that_fails_stops_no_other_and_says_why(tmp_path, capsys):
+def test_a_run_that_fails_stops_no_other_and_says_why(tmp_path, capsys, forked_runs):
     runs = [Writing(tmp_path / f"{name}.json") for name in ("refused", "broken", "good", "killed", "empty", "before")]
     runs[-1].path.write_text("before")
     failed = run_all(runs, 2)

@@ -4,7 +4,6 @@ import math
 import pickle
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from collapse_samples import (
     every_device,
     make_samples,
 )
+from forked import in_processes
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
@@ -234,18 +234,17 @@ def synced(rank, share, streaming):
     return first, metric.compute()
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def worker(rank, count, path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=count)
     cases = product(SHARES, (False, True))
     results = {(name, streaming): synced(rank, SHARES[name][rank], streaming) for name, streaming in cases}
     torch.distributed.destroy_process_group()
-    Path(folder, str(rank)).write_bytes(pickle.dumps(results))
+    (path / str(rank)).write_bytes(pickle.dumps(results))
 
 
 @pytest.mark.tier("full")
 def test_two_processes_equal_a_single_process(tmp_path):
-    torch.multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    in_processes(worker, 2, tmp_path)
     results, other = (pickle.loads((tmp_path / rank).read_bytes()) for rank in "01")
     assert results == other
     features, labels, weight = distributed_samples()
