@@ -23,6 +23,7 @@ from .dynamo import uncompiled
 _INSIDE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _INSIDE += (warnings.__file__,)
 _ELSEWHERE = "a thread of autograd"
+_NOTHING = nullcontext()
 
 
 class _Unread(threading.local):
@@ -35,8 +36,9 @@ unread = _Unread()
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which `device` is torch's current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Context in which `device` is torch's current one; it costs next to nothing if it already is."""
+    is_current = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return _NOTHING if is_current else torch.cuda.device(device)
 
 
 def raw_stream(device: torch.device) -> int:
