@@ -323,6 +323,25 @@ def test_a_call_on_another_stream_waits_for_the_calls_before(monkeypatch):
     assert len(small.step._captured) == 2
 
 
+@pytest.mark.skipif(GPU, reason="this has devices by name")
+def test_each_device_has_its_own_stream(monkeypatch):
+    def capture(works, mode, stream):
+        streams.append(stream)
+        works[0]()
+        return [Graph()]
+
+    devices, streams = [torch.device("cpu", k % 2) for k in range(6)], []
+    upcoming = iter(devices)
+    monkeypatch.setattr(graphed_step, "_device_of", lambda leaves: next(upcoming))
+    monkeypatch.setattr(graphed_step, "aside", lambda work, stream: (streams.append(stream), work()))
+    monkeypatch.setattr(graphed_step, "capture", capture)
+    monkeypatch.setattr(graphed_step, "cuts", lambda: False)
+    step = deqfast.make_graphed_step(lambda batch: batch["device"])
+    for device in devices:
+        step({"x": torch.zeros(2), "device": device})
+    assert len(streams) == 6 and len(set(streams)) == 2 and streams[::2] == streams[:1] * 3
+
+
 VARIED = {  # what varies; calls; how many of them are kept; the warning
     "number": (
         lambda small, k: {"epoch": k},
