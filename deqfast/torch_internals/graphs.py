@@ -162,9 +162,20 @@ class Parts:
         self.graphs: list[Any] = []  # in their order
         self.loops: list[Any] = []  # each as `cut` was given it
         self._mode, self._pool = mode, torch.cuda.graph_pool_handle()
+        self._stream: Any = None
+
+    @classmethod
+    def on_stream(cls, device: torch.device) -> Parts | None:
+        """What loops cut on the present stream of the device, if any. Other threads may capture meanwhile.
+
+        A backward pass is on the stream of its forward pass, in a thread of autograd.
+        """
+        parts = cls.cutting
+        return parts if parts is not None and parts._stream == torch.cuda.current_stream(device) else None
 
     def add(self, work: Callable[[], object]) -> None:
         """Capture the work that `work` queues, on the current stream."""
+        self._stream = torch.cuda.current_stream()
         self._begin()
         try:
             work()
