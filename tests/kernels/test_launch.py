@@ -13,12 +13,12 @@ from solutions import SOLVERS
 
 import deqfast
 from deqfast.ops import Kernel, backends
-from deqfast.ops.registry import Op
+from deqfast.ops.registry import OPS, Op
 
 if not (available := backends()["triton"]):
     pytest.skip(available.reason, allow_module_level=True)
 
-from deqfast.kernels import multisecant_step, picard_step
+from deqfast.kernels import multisecant_step, norm_act, norm_act_residual, picard_step
 
 
 class Recorder:
@@ -125,3 +125,11 @@ def test_modes_and_the_profiler_see_each_step_as_an_op(calls):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         solve("picard")
     assert [event.name for event in profile.events()].count("deqfast::picard_step_triton") == 8
+
+
+@pytest.mark.parametrize("op", ["norm_act", "norm_act_backward", "norm_act_residual", "norm_act_residual_backward"])
+def test_samples_whose_offsets_exceed_int32_are_refused(op):
+    """As by the CUDA kernels."""
+    y = torch.empty(1).expand(1, 2, 2**15, 2**15)
+    with pytest.raises(RuntimeError, match=f"^{op}: `y` has too large samples: 2147483648 elements"):
+        getattr(norm_act if op in vars(norm_act) else norm_act_residual, op)(OPS[op].arguments(**good(op) | {"y": y}))
