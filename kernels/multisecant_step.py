@@ -476,7 +476,7 @@ def _sweep_right(
             rows = load_rows(p_df + o_d, first, ROWS, window, 0, D, m_d)
             for i in tl.static_range(ROWS):
                 gamma = gammas[first + i] if SOLVE else tl.load(gammas + first + i, mask=first + i < n, other=0.0)
-                b_x -= rows[i].to(dtype) * gamma
+                b_x -= tl.where(gamma == 0, 0.0, rows[i].to(dtype) * gamma)  # a dropped pair may hold infinities
         b_next = b_z + (scalar(alpha, dtype) * b_x).to(short).to(dtype)
         b_s = (b_next - b_z).to(short)
         # Every warp has read z before it changes.
@@ -658,7 +658,8 @@ def _transposed_product_kernel(
             rows = load_rows(p_left + i_b * M * D + o_d, first, ROWS, window, 0, D, m_d)
             for i in tl.static_range(ROWS):
                 inside = in_window(first + i, window)
-                b_x -= rows[i].to(dtype) * tl.load(p_gamma + i_b * M + first + i, mask=inside, other=0.0)
+                gamma = tl.load(p_gamma + i_b * M + first + i, mask=inside, other=0.0)
+                b_x -= tl.where(gamma == 0, 0.0, rows[i].to(dtype) * gamma)  # as in _sweep_right
         tl.store(p_out + i_b * D + o_d, b_x * scalar(alpha, dtype), mask=m_d)
 
 
