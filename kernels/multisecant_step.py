@@ -658,8 +658,7 @@ def _transposed_product_kernel(
             rows = load_rows(p_left + i_b * M * D + o_d, first, ROWS, window, 0, D, m_d)
             for i in tl.static_range(ROWS):
                 inside = in_window(first + i, window)
-                gamma = tl.load(p_gamma + i_b * M + first + i, mask=inside, other=0.0)
-                b_x -= tl.where(gamma == 0, 0.0, rows[i].to(dtype) * gamma)  # as in _sweep_right
+                b_x -= rows[i].to(dtype) * tl.load(p_gamma + i_b * M + first + i, mask=inside, other=0.0)
         tl.store(p_out + i_b * D + o_d, b_x * scalar(alpha, dtype), mask=m_d)
 
 
