@@ -476,7 +476,7 @@ def _sweep_right(
             rows = load_rows(p_df + o_d, first, ROWS, window, 0, D, m_d)
             for i in tl.static_range(ROWS):
                 gamma = gammas[first + i] if SOLVE else tl.load(gammas + first + i, mask=first + i < n, other=0.0)
-                b_x -= tl.where(gamma == 0, 0.0, rows[i].to(dtype) * gamma)  # a dropped pair may hold infinities
+                b_x -= rows[i].to(dtype) * gamma
         b_next = b_z + (scalar(alpha, dtype) * b_x).to(short).to(dtype)
         b_s = (b_next - b_z).to(short)
         # Every warp has read z before it changes.
