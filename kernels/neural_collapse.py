@@ -16,6 +16,7 @@ from .config import class_sums_config, scatter_config
 from .constants import CHUNK_ROWS
 from .launch import launch
 
+MAX_GRID_Y = 65535
 SCATTER_STAGES = 2  # tiles in shared memory; with a third, fewer programs fit a multiprocessor
 
 
@@ -114,6 +115,7 @@ def _scatter_kernel(
     m_m = o_m < count
     o_row = tl.load(p_rows + o_m, mask=m_m, other=0) * stride
     o_mean = tl.load(p_labels + o_m, mask=m_m, other=0) * D
+    wide = R.to(tl.int64)  # offsets of rows far down the directions exceed int32
     b_p = tl.zeros([BM, BR], dtype)
     for start in range(0, D, BK):
         o_k = start + tl.arange(0, BK)
@@ -123,13 +125,21 @@ def _scatter_kernel(
         b_h -= tl.load(p_high + o_mean[:, None] + o_k[None, :], mask=mask, other=0.0)
         if dtype == tl.float32:
             b_h -= tl.load(p_low + o_mean[:, None] + o_k[None, :], mask=mask, other=0.0)
-        b_r = tl.load(p_directions + o_k[:, None] * R + o_r[None, :], mask=m_k[:, None], other=0.0)
+        o_d = tl.arange(0, BK)[:, None] * R + o_r[None, :]
+        b_r = tl.load(p_directions + start * wide + o_d, mask=m_k[:, None], other=0.0)
         b_p = tl.dot(b_h, b_r, b_p, input_precision="ieee", out_dtype=dtype)
     tl.store(p_partials + i_m * R + o_r, tl.sum(b_p * b_p, axis=0))
 
 
 def _accumulation(features: Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
+
+
+def _tiles(size: int, width: int, what: str) -> int:
+    """Number of tiles along the second axis of a grid, which CUDA limits; RuntimeError if they are too many."""
+    if (tiles := triton.cdiv(size, width)) > MAX_GRID_Y:
+        raise RuntimeError(f"{what} has too many columns: {size}")
+    return tiles
 
 
 def class_means(a: Any, local: Tensor, shift: Tensor) -> None:
@@ -146,7 +156,7 @@ def class_means(a: Any, local: Tensor, shift: Tensor) -> None:
     classes_at_ends = torch.searchsorted(a.offsets, ends, right=True) - 1
     partials = torch.empty((chunks + classes, dim), dtype=_accumulation(a.features), device=device)
     config = class_sums_config(dim, a.features.dtype)
-    tiles = triton.cdiv(dim, config.columns)
+    tiles = _tiles(dim, config.columns, "class_means: `features`")
     given = {"p_partials": partials, "stride": stride, "D": dim, "CHUNK": CHUNK_ROWS, "BD": config.columns}
     given |= {"num_warps": config.num_warps}
     chunked = {"p_classes": classes_at_ends, "count": count, "BR": config.rows}
@@ -162,7 +172,7 @@ def within_class_scatter(a: Any, within: Tensor) -> None:
         return
     dtype, stride, device = _accumulation(a.features), a.features.stride(0), a.features.device
     config = scatter_config(size, a.features.dtype, aligned=(dim | stride) % 16 == 0)
-    panels = triton.cdiv(size, config.directions)
+    panels = _tiles(size, config.directions, "within_class_scatter: `directions`")
     padded = torch.nn.functional.pad(a.directions.to(dtype), (0, panels * config.directions - size))
     high = a.means.to(dtype)
     low = (a.means - high).to(dtype)

@@ -18,6 +18,8 @@ from .common import scalar, square_root
 from .config import NORM_REGISTERS, norm_config
 from .launch import Plan, Plans
 
+MAX_SAMPLE = 2**31 - 1  # elements, whose offsets are int32
+
 
 @triton.jit
 def group_of_program(P: tl.constexpr, C: tl.constexpr, CG: tl.constexpr):
@@ -218,12 +220,17 @@ def _norm_act_backward_kernel(
         tl.store(p_grad_y + o_t, norm_backward(b_gt, b_nt, b_w, rstd, offset, slope).to(short), mask=m_t)
 
 
-def plans_of(kernel: Any, tensors: tuple[str, ...], results: tuple[str, ...]) -> Plans:
-    """Plans of an op that is this kernel, for each group; the first of the tensors is y."""
+def plans_of(op: str, kernel: Any, tensors: tuple[str, ...], results: tuple[str, ...]) -> Plans:
+    """Plans of an op that is this kernel, for each group; the first of the tensors is y.
+
+    RuntimeError: offsets in a sample would exceed int32.
+    """
 
     def plan_of(a: Any, groups: int, accumulation: torch.dtype, *_: torch.dtype) -> Plan:
         batch, channels, *image = a.y.shape
         pixels, width = math.prod(image), channels // groups
+        if pixels * channels > MAX_SAMPLE:
+            raise RuntimeError(f"{op}: `y` has too large samples: {pixels * channels} elements")
         config, plan = norm_config(pixels, width, accumulation), Plan(a, *results)
         sizes = {"P": pixels, "C": channels, "CG": width, "BR": config.rows, "BC": config.columns}
         options = {"num_warps": config.num_warps, "maxnreg": NORM_REGISTERS}
@@ -233,9 +240,12 @@ def plans_of(kernel: Any, tensors: tuple[str, ...], results: tuple[str, ...]) ->
     return Plans(plan_of, tensors)
 
 
-_PLANS = plans_of(_norm_act_kernel, ("y", "weight", "bias"), ("p_out", "p_mean", "p_rstd"))
+_PLANS = plans_of("norm_act", _norm_act_kernel, ("y", "weight", "bias"), ("p_out", "p_mean", "p_rstd"))
 _BACKWARD_PLANS = plans_of(
-    _norm_act_backward_kernel, ("y", "grad", "weight", "bias", "mean", "rstd"), ("p_grad_y", "p_affine")
+    "norm_act_backward",
+    _norm_act_backward_kernel,
+    ("y", "grad", "weight", "bias", "mean", "rstd"),
+    ("p_grad_y", "p_affine"),
 )
 
 

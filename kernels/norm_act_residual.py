@@ -179,9 +179,17 @@ def _norm_act_residual_backward_kernel(
 
 _TENSORS = ("y", "x", "z", "weight2", "bias2", "weight3")
 _STATISTICS = ("mean2", "rstd2", "mean3", "rstd3")
-_PLANS = plans_of(_norm_act_residual_kernel, (*_TENSORS, "bias3"), ("p_f", *(f"p_{name}" for name in _STATISTICS)))
+_PLANS = plans_of(
+    "norm_act_residual",
+    _norm_act_residual_kernel,
+    (*_TENSORS, "bias3"),
+    ("p_f", *(f"p_{name}" for name in _STATISTICS)),
+)
 _BACKWARD_PLANS = plans_of(
-    _norm_act_residual_backward_kernel, (*_TENSORS, "grad", *_STATISTICS), ("p_grad_sum", "p_grad_z", "p_affine")
+    "norm_act_residual_backward",
+    _norm_act_residual_backward_kernel,
+    (*_TENSORS, "grad", *_STATISTICS),
+    ("p_grad_sum", "p_grad_z", "p_affine"),
 )
 
 

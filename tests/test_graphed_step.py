@@ -16,6 +16,7 @@ from torch import nn
 
 import deqfast
 from deqfast.api import graphed_step
+from deqfast.torch_internals import graphs
 
 IMPLICIT = deqfast.Implicit(deqfast.Anderson(1e-5, max_iter=20))
 
@@ -332,6 +333,41 @@ def test_a_call_on_another_stream_waits_for_the_calls_before(monkeypatch):
         small.step(batch)
     assert Mark.waits == 3
     assert len(small.step._captured) == 2
+
+
+@pytest.mark.skipif(GPU, reason="this has devices by name")
+def test_each_device_has_its_own_stream(monkeypatch):
+    def capture(works, mode, stream):
+        streams.append(stream)
+        works[0]()
+        return [Graph()]
+
+    devices, streams = [torch.device("cpu", k % 2) for k in range(6)], []
+    upcoming = iter(devices)
+    monkeypatch.setattr(graphed_step, "_device_of", lambda leaves: next(upcoming))
+    monkeypatch.setattr(graphed_step, "aside", lambda work, stream: (streams.append(stream), work()))
+    monkeypatch.setattr(graphed_step, "capture", capture)
+    monkeypatch.setattr(graphed_step, "cuts", lambda: False)
+    step = deqfast.make_graphed_step(lambda batch: batch["device"])
+    for device in devices:
+        step({"x": torch.zeros(2), "device": device})
+    assert len(streams) == 6 and len(set(streams)) == 2 and streams[::2] == streams[:1] * 3
+
+
+@pytest.mark.skipif(GPU, reason="this has streams by name")
+@pytest.mark.parametrize(("stream", "loops"), [("the step's", 1), ("another thread's", 0)])
+def test_a_solve_that_is_captured_on_another_stream_cuts_no_step(stream, loops, monkeypatch):
+    """Autograd's threads are on the stream of the step."""
+    block, present = deqfast.DEQBlock(LoopedFCCell(4, 12), warn=False), ["the step's"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: present[0])
+
+    def solve():
+        present[0] = stream
+        block(torch.ones(3, 4))
+        present[0] = "the step's"
+
+    parts = graphs.capture_cut(solve, None)
+    assert len(parts.loops) == loops and len(parts.graphs) == 1 + 2 * loops
 
 
 VARIED = {  # what varies; calls; how many of them are kept; the warning

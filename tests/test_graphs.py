@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -464,6 +464,38 @@ def test_threads_may_share_a_block(monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         assert all(map(torch.equal, pool.map(graphed, given), map(plain, given)))
     assert GPU or Mark.waits > before  # one stream for the other
+
+
+@pytest.mark.skipif(GPU, reason="a recording has no device")
+def test_events_and_launches_are_those_of_the_device_of_the_block(monkeypatch):
+    """torch asks the current device for its stream, and another one may be current."""
+    present, seen = [], []
+
+    @contextmanager
+    def current(device):
+        present.append(device)
+        yield
+        present.pop()
+
+    def noted(function):
+        return lambda *args: (seen.append((function.__name__, len(present))), function(*args))[1]
+
+    graphed, addresses = blocks("anderson")[0], iter([0, 0, 1])
+    monkeypatch.setattr(cuda_graph, "current", current)
+    monkeypatch.setattr(cuda_graph, "raw_stream", lambda device: next(addresses))
+    monkeypatch.setattr(cuda_graph, "mark", noted(cuda_graph.mark))
+    for place, function in ((Mark, "wait"), (Graph, "run")):
+        monkeypatch.setattr(place, function, noted(getattr(place, function)))
+    for seed in range(3):
+        graphed(inputs(seed=seed))
+    assert {name for name, _ in seen} == {"Mark", "wait", "run"} and all(depth == 1 for _, depth in seen)
+
+
+def test_a_device_that_is_current_needs_no_context(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: device)
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]
+    assert [graphs.current(device) in devices for device in devices] == [True, False, False]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])

@@ -6,6 +6,7 @@ import enum
 import itertools
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -109,7 +110,7 @@ class GraphedStep(Generic[T]):
         self._alone = threading.RLock()
         self._calls: dict[Any, tuple[int, Seen]] = {}  # without a capture, by layout; and what the last of them used
         self._captured: dict[Any, CapturedStep] = {}  # by layout, and whether there are gradients before
-        self._stream: Any = None
+        self._streams: dict[torch.device, Any] = defaultdict(lambda: torch.cuda.Stream())  # of the captures, by device
         self._latest: Any = None  # the stream of the latest call
         self._finished: Any = None  # event after all its work, for which another stream must wait
         self._changes = 0  # that have ended young captures, one after another
@@ -152,17 +153,17 @@ class GraphedStep(Generic[T]):
             while len(self._captured) >= MAX_GRAPHS:
                 self._finished.synchronize()
                 del self._captured[next(iter(self._captured))]
-            captured = self._captured[place] = CapturedStep(self.step, leaves, spec, device, self._stream, seen)
+            stream = self._streams[device]
+            captured = self._captured[place] = CapturedStep(self.step, leaves, spec, device, stream, seen)
         return captured
 
     def _eager(self, key: Any, batch: Any, device: torch.device) -> T:
         """Run the step on the stream of the captures. A layout's second call is refused what a graph cannot repeat."""
         results: list[T] = []
-        self._stream = self._stream or torch.cuda.Stream()
         calls, before = self._calls[key]
 
         def run() -> None:
-            aside(lambda: results.append(self.step(batch)), self._stream)
+            aside(lambda: results.append(self.step(batch)), self._streams[device])
 
         with watched(calls > 0, before.optimizers) as seen:
             if not calls:

@@ -128,7 +128,7 @@ def advance_in_capture(loop: DeviceLoop) -> int | Late:
     Samples that have ended stay as they are.
     """
     loop.begin()
-    parts, first = Parts.cutting, loop.first
+    parts, first = Parts.on_stream(loop.state.z.device), loop.first
     if loop.most and (parts is not None or has_loops()):
         passes = torch.zeros(1, dtype=torch.int32, device=loop.state.z.device)
         if parts is not None:

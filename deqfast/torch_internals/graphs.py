@@ -23,6 +23,7 @@ from .dynamo import uncompiled
 _INSIDE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _INSIDE += (warnings.__file__,)
 _ELSEWHERE = "a thread of autograd"
+_NOTHING = nullcontext()
 
 
 class _Unread(threading.local):
@@ -35,8 +36,9 @@ unread = _Unread()
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which `device` is torch's current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Context in which `device` is torch's current one; it costs next to nothing if it already is."""
+    is_current = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return _NOTHING if is_current else torch.cuda.device(device)
 
 
 def raw_stream(device: torch.device) -> int:
@@ -160,9 +162,20 @@ class Parts:
         self.graphs: list[Any] = []  # in their order
         self.loops: list[Any] = []  # each as `cut` was given it
         self._mode, self._pool = mode, torch.cuda.graph_pool_handle()
+        self._stream: Any = None
+
+    @classmethod
+    def on_stream(cls, device: torch.device) -> Parts | None:
+        """What loops cut on the present stream of the device, if any. Other threads may capture meanwhile.
+
+        A backward pass is on the stream of its forward pass, in a thread of autograd.
+        """
+        parts = cls.cutting
+        return parts if parts is not None and parts._stream == torch.cuda.current_stream(device) else None
 
     def add(self, work: Callable[[], object]) -> None:
         """Capture the work that `work` queues, on the current stream."""
+        self._stream = torch.cuda.current_stream()
         self._begin()
         try:
             work()

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from correctness.states import Case, make_state
+from interpreter import INTERPRETED
 from op_calls import Operations, good, unaligned
 from solutions import SOLVERS
 
 import deqfast
 from deqfast.ops import Kernel, backends
-from deqfast.ops.registry import Op
+from deqfast.ops.registry import OPS, Op
 
 if not (available := backends()["triton"]):
     pytest.skip(available.reason, allow_module_level=True)
 
-from deqfast.kernels import multisecant_step, picard_step
+from deqfast.kernels import multisecant_step, neural_collapse, norm_act, norm_act_residual, picard_step
+from triton.runtime import interpreter
 
 
 class Recorder:
@@ -125,3 +129,39 @@ def test_modes_and_the_profiler_see_each_step_as_an_op(calls):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         solve("picard")
     assert [event.name for event in profile.events()].count("deqfast::picard_step_triton") == 8
+
+
+@pytest.mark.parametrize("op", ["norm_act", "norm_act_backward", "norm_act_residual", "norm_act_residual_backward"])
+def test_samples_whose_offsets_exceed_int32_are_refused(op):
+    """As by the CUDA kernels."""
+    y = torch.empty(1).expand(1, 2, 2**15, 2**15)
+    with pytest.raises(RuntimeError, match=f"^{op}: `y` has too large samples: 2147483648 elements"):
+        getattr(norm_act if op in vars(norm_act) else norm_act_residual, op)(OPS[op].arguments(**good(op) | {"y": y}))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the memory would have to be there")
+def test_directions_may_have_more_entries_than_int32_counts(monkeypatch):
+    addresses = []
+
+    def load(pointers, mask, *_):
+        addresses.extend(pointers.data[mask.data])
+        dtype = pointers.get_element_ty()
+        return interpreter.TensorHandle(np.zeros(pointers.data.shape, interpreter._get_np_dtype(dtype)), dtype)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_load", load)
+    rows, numbers, stride = torch.zeros(64, dtype=torch.int64), torch.zeros(64), 2**26
+    tensors = {"p_rows": rows, "p_labels": rows, **dict.fromkeys(("p_features", "p_high", "p_low"), numbers)}
+    given = {"p_directions": numbers, "p_partials": numbers.clone(), "count": 1, "stride": 1, "D": 33, "R": stride}
+    neural_collapse._scatter_kernel[1, 1, 1](**tensors, **given, BM=16, BK=32, BR=16)
+    assert max(addresses) == numbers.data_ptr() + 4 * (32 * stride + 15)
+
+
+def test_columns_beyond_the_grid_are_refused():
+    wide = torch.empty(1, 1).expand(1, 2**24)
+    grouped = {"rows": torch.zeros(1, dtype=torch.int64), "offsets": torch.tensor([0, 1])}
+    for op, results, given, match in (
+        ("class_means", 2, {"features": wide}, "`features` has too many columns: 16777216"),
+        ("within_class_scatter", 1, {"features": wide[:, :1], "directions": wide}, "`directions` has too many columns"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{op}: {match}"):
+            getattr(neural_collapse, op)(SimpleNamespace(**grouped, **given), *[None] * results)

@@ -167,8 +167,8 @@ class Captured:
                 self.launch = self._capture()
             except RuntimeError as error:
                 raise RuntimeError(f"cuda_graph: the solve cannot be captured: {error}") from error
+            self.finished = mark()
         self.address: int | None = None  # of the latest stream
-        self.finished = mark()
 
     def _loop(self) -> DeviceLoop:
         cell, solve, bind, _ = self.key
@@ -214,16 +214,17 @@ class Captured:
 
     def replay(self, x: Any, z0: Any) -> tuple[Solution, Outcome]:
         """Solve from z0 with the values of x."""
-        address = raw_stream(self.device)
-        if address != self.address:
-            self.finished.wait()
-            self.address, self.stream = address, torch.cuda.current_stream(self.device)
-        leaves = [x, z0] if self.has_two else pytree.tree_leaves(x) + pytree.tree_leaves(z0)
-        for memory, leaf in zip(self.memory, leaves, strict=True):
-            if isinstance(memory, Tensor):
-                memory.copy_(leaf.detach())
-        self.launch(address)
-        outcome = Outcome(self.results, self.loop.first, self.stream)
+        with current(self.device):
+            address = raw_stream(self.device)
+            if address != self.address:
+                self.finished.wait()
+                self.address, self.stream = address, torch.cuda.current_stream(self.device)
+            leaves = [x, z0] if self.has_two else pytree.tree_leaves(x) + pytree.tree_leaves(z0)
+            for memory, leaf in zip(self.memory, leaves, strict=True):
+                if isinstance(memory, Tensor):
+                    memory.copy_(leaf.detach())
+            self.launch(address)
+            outcome = Outcome(self.results, self.loop.first, self.stream)
         self.finished = outcome.event
         return outcome.solution(self.solve), outcome
 
