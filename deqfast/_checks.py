@@ -200,7 +200,7 @@ def check_start(z0: Any, x: Any, is_given: bool, error: RuntimeError) -> None:
         sizes = f"batches of different sizes, {tuple(z0.shape)} and {tuple(x.shape)}"
         raise ValueError(f"z0 and x have {sizes}, and the solve failed: {error}") from error
     if not is_given:
-        remedy = "give x the cell's dtype, or the state another shape by z0=, init= or the cell's initial_state"
+        remedy = "give x the shape and dtype that the cell takes, or the state its own by z0=, init= or initial_state"
         raise ValueError(f"the solve failed from its start, {described(z0)}: {remedy}; {error}") from error
 
 

@@ -34,8 +34,8 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
         return importlib.import_module(f"deqfast.{name}"), ""
     except ModuleNotFoundError:
         how = "install deqfast on a machine with a compiler, without DEQFAST_BUILD=none"
-        if CHECKOUT is not None:  # a checkout hides an installed deqfast from a Python that is started there
-            how += f", with pip install -e {CHECKOUT}"
+        if CHECKOUT is not None:
+            how = f"this checkout hides an installed deqfast; start Python elsewhere, or pip install -e {CHECKOUT}"
         return None, f"deqfast.{name} was not built in {Path(__file__).parent}: {how}"
     except ImportError as error:  # for instance a CUDA object with a torch without CUDA
         return None, f"deqfast.{name} does not load: {error}"

@@ -184,7 +184,8 @@ class Solution:
         figure = matplotlib_figure("Solution.plot", 6, 3.4)
         axes = figure.subplots()
         axes.semilogy(range(1, len(self.trace) + 1), self.trace.cpu())
-        axes.set(xlabel="evaluation", ylabel="residual of the best iterate, a line per sample")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(xlabel="evaluation", ylabel="residual of the best iterate", title="a line per sample")
         return figure
 
     def __repr__(self) -> str:

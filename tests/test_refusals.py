@@ -138,14 +138,14 @@ CALLS = [
     (lambda: DEQBlock(lambda z, x, mask: z), TypeError, "several inputs go into x, as a tuple"),
     (lambda: DEQBlock(nn.Bilinear(8, 3, 8))(Z0), ValueError, "start, a tensor of torch.float32 (4, 3): "),
     (lambda: DEQBlock(FCCell(3, 3).to("meta"))(Z0), ValueError, "weight on meta"),
-    (lambda: DEQBlock(FCCell(3, 3))(Z0.double()), ValueError, "give x the cell's dtype"),
+    (lambda: DEQBlock(FCCell(3, 3))(Z0.double()), ValueError, "give x the shape and dtype that the cell takes"),
     (lambda: DEQBlock(FCCell(3, 3))(Z0.numpy()), TypeError, "x must be a floating-point tensor, got ndarray"),
     (lambda: DEQBlock(halve)(Z0, Z0, Z0), TypeError, "return_solution must be True or False, "),
     (lambda: diagnose(Z0, halve), TypeError, "got a tensor of torch.float32 (4, 3)"),
     (lambda: DEQBlock(halve, init=0.0), TypeError, "init must be callable, got 0.0"),
     (lambda: DEQBlock(LEARNED)(Z0), TypeError, "initial_state of the cell must be a method of x, got Parameter"),
     *[
-        (partial(DEQBlock(halve), x), ValueError, "Pass z0 to the call, or init=... to DEQBlock")
+        (partial(DEQBlock(halve), x), ValueError, "Pass x.float(), or z0 to the call, or init=... to DEQBlock")
         for x in (torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0)
     ],
     (lambda: DEQBlock(torch.add)(torch.ones(4, 3), torch.ones(2, 3)), ValueError, "(2, 3) and (4, 3)"),

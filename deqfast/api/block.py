@@ -340,8 +340,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             return torch.zeros_like(leaves[0]), True
         kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"no initial state: x is not a single floating-point or complex tensor, got {kind}. Pass z0 to the call, "
-            "or init=... to DEQBlock, or give the cell a method initial_state(x)"
+            f"no initial state: x is not a single floating-point or complex tensor, got {kind}. Pass x.float(), "
+            "or z0 to the call, or init=... to DEQBlock, or give the cell a method initial_state(x)"
         )
 
     def extra_repr(self) -> str:

@@ -90,7 +90,7 @@ def rows_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def check_scale(scale: Any) -> Any:
-    """Return a copy of the tree `scale`; raise TypeError or ValueError if a leaf is no number of the allowed range.
+    """Return a copy of the tree `scale`; raise TypeError or ValueError for a leaf out of the allowed range.
 
     A block keeps solves with the numbers of their time, so that its tree must not change.
     """

@@ -154,11 +154,12 @@ def _costs(result: record.RunResult) -> str:
     if solver:
         text += (
             f"\n  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
-            f"{solver.iterations:.1f} evaluations per sample, {100 * (solver.converged or 0):.2f} % converged, "
-            f"mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at {settings.max_iter} "
-            f"evaluations, {solver.nonfinite} were not finite, {solver.skipped} were left out of the loss"
+            f"{solver.iterations:.1f} evaluations per sample in training, {100 * (solver.converged or 0):.2f} % "
+            f"converged, mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at "
+            f"{settings.max_iter} evaluations, {solver.nonfinite} were not finite, "
+            f"{solver.skipped} were left out of the loss"
         )
         shares = {name: network.curves.get(f"{part}_converged", (None,))[-1] for name, part in PASSES.items()}
         known = [f"{100 * share:.2f} % of the {name}" for name, share in shares.items() if share is not None]
-        text += f";\n  with the final weights {' and '.join(known)} converged" if known else ""
+        text += f";\n  in evaluation mode, with the final weights, {' and '.join(known)} converged" if known else ""
     return text

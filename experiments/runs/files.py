@@ -117,6 +117,8 @@ def read_arrays(path: Path, names: Collection[str] = (), remedy: str = "") -> di
 
 def prepare_out(out: Path) -> None:
     """Check before any work that files can be written under `out`. Raises StudyError if not."""
+    if out.exists() and not out.is_dir():
+        raise StudyError(f"--out {out}: must be a folder, and is a file")
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()

@@ -53,12 +53,12 @@ def check_field(spec: Field[Any], value: Any) -> None:
     if value is None:
         return
     if value not in checks.get("choices", (value,)):
-        allowed = f"one of {', '.join(checks['choices'])}"
+        allowed = f"must be one of {', '.join(checks['choices'])}"
     elif isinstance(value, float) and not math.isfinite(value):
-        allowed = "a finite number"
+        allowed = "must be a finite number"
     for name, (met, words) in LIMITS.items():
         if not allowed and name in checks and not met(value, checks[name]):
-            allowed = f"{words} {checks[name]}"
+            allowed = f"must be {words} {checks[name]}"
     if allowed:
         raise SettingsError(f"{flag_of(spec.name)} {value}: {allowed}")
 

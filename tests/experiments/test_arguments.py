@@ -26,7 +26,7 @@ SCRIPTS = {
     [
         ("cifar_lt --majority 10", "--majority 10: 1 to 9 tenths of the classes"),
         ("cifar_lt --ratio 50 --n-majority 49", "--ratio 50 leaves minority classes empty at --n-majority 49"),
-        ("cifar_lt --lr 0", "--lr 0.0: more than 0"),
+        ("cifar_lt --lr 0", "--lr 0.0: must be more than 0"),
         ("cifar_balanced --imbalance exp", "unrecognized arguments: --imbalance exp"),
         ("cifar_lt --model once --adjoint implicit", "--adjoint implicit: --model once has no equilibrium"),
         ("study", "which runs? --protocol PART, or"),
