@@ -17,6 +17,7 @@ from .constants import CHUNK_ROWS
 from .launch import launch
 
 MAX_GRID_Y = 65535
+MOST_ENTRIES = 2**31 - 1  # of the directions, whose offsets are int32
 SCATTER_STAGES = 2  # tiles in shared memory; with a third, fewer programs fit a multiprocessor
 
 
@@ -115,7 +116,6 @@ def _scatter_kernel(
     m_m = o_m < count
     o_row = tl.load(p_rows + o_m, mask=m_m, other=0) * stride
     o_mean = tl.load(p_labels + o_m, mask=m_m, other=0) * D
-    wide = R.to(tl.int64)  # offsets of rows far down the directions exceed int32
     b_p = tl.zeros([BM, BR], dtype)
     for start in range(0, D, BK):
         o_k = start + tl.arange(0, BK)
@@ -125,8 +125,7 @@ def _scatter_kernel(
         b_h -= tl.load(p_high + o_mean[:, None] + o_k[None, :], mask=mask, other=0.0)
         if dtype == tl.float32:
             b_h -= tl.load(p_low + o_mean[:, None] + o_k[None, :], mask=mask, other=0.0)
-        o_d = tl.arange(0, BK)[:, None] * R + o_r[None, :]
-        b_r = tl.load(p_directions + start * wide + o_d, mask=m_k[:, None], other=0.0)
+        b_r = tl.load(p_directions + o_k[:, None] * R + o_r[None, :], mask=m_k[:, None], other=0.0)
         b_p = tl.dot(b_h, b_r, b_p, input_precision="ieee", out_dtype=dtype)
     tl.store(p_partials + i_m * R + o_r, tl.sum(b_p * b_p, axis=0))
 
@@ -173,6 +172,8 @@ def within_class_scatter(a: Any, within: Tensor) -> None:
     dtype, stride, device = _accumulation(a.features), a.features.stride(0), a.features.device
     config = scatter_config(size, a.features.dtype, aligned=(dim | stride) % 16 == 0)
     panels = _tiles(size, config.directions, "within_class_scatter: `directions`")
+    if (entries := dim * panels * config.directions) > MOST_ENTRIES:
+        raise RuntimeError(f"within_class_scatter: `directions` has too many entries: {entries}")
     padded = torch.nn.functional.pad(a.directions.to(dtype), (0, panels * config.directions - size))
     high = a.means.to(dtype)
     low = (a.means - high).to(dtype)
