@@ -94,25 +94,17 @@ DEQFAST_INLINE void combine_block(const H* rows, int64_t stride, const T* weight
   }
 }
 
-// The same for n rows over one tile. A row of weight 0, as of a dropped pair, may hold infinities and is left out.
+// The same for n rows over one tile.
 template <int Most = 6, class T, class H>
 DEQFAST_INLINE void combine_rows(const H* rows, int64_t stride, int n, const T* weight, int64_t count, T* x) {
   constexpr int W = Simd<T>::lanes;
   const int64_t whole = count / W * W;
-  const auto singly = [&](int64_t from, int64_t size, auto lanes) DEQFAST_ALWAYS_INLINE {
-    for (int r = 0; r < n; ++r) {
-      if (weight[r] != T(0)) combine_block<1>(rows + r * stride + from, stride, weight + r, size, lanes, x + from);
-    }
-  };
-  const std::integral_constant<int64_t, W> all;
-  if (std::find(weight, weight + n, T(0)) != weight + n) {
-    singly(0, whole, all);
-  } else {
-    for_row_blocks<Most>(n, [&](int r, auto size) DEQFAST_ALWAYS_INLINE {
-      combine_block<size>(rows + r * stride, stride, weight + r, whole, all, x);
-    });
+  for_row_blocks<Most>(n, [&](int r, auto size) DEQFAST_ALWAYS_INLINE {
+    combine_block<size>(rows + r * stride, stride, weight + r, whole, std::integral_constant<int64_t, W>(), x);
+  });
+  for (int r = 0; r < n && whole < count; ++r) {
+    combine_block<1>(rows + r * stride + whole, stride, weight + r, 1, Tail<W>{count - whole}, x + whole);
   }
-  if (whole < count) singly(whole, 1, Tail<W>{count - whole});
 }
 
 }  // namespace deqfast

@@ -169,7 +169,6 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, const Window& wind
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const T weight = first + r < window.size() ? gamma[first + r] : T(0);
-        if (weight == T(0)) continue;  // a dropped pair may hold infinities
 #pragma unroll
         for (int i = 0; i < kVector; ++i) x[i] -= weight * convert<T>(pairs[r].value[i]);
       }
@@ -658,7 +657,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int r = 0; r < kTransposedRows; ++r) {
         if (first + r >= n) break;
         const T weight = small.gamma[window.slot(first + r)];
-        if (weight == T(0)) continue;  // as in `sweep_right`
 #pragma unroll
         for (int i = 0; i < kVector; ++i) x.value[i] -= weight * convert<T>(pairs[r].value[i]);
       }

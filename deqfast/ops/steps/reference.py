@@ -335,7 +335,7 @@ def _take_step(
         t, *pair_products = products
         _enter_pair(a, advance, *pair_products)
         gamma = solve_window(a.gram, t, a.k, a.method, a.ridge)
-        step = step - _combined(a.df[:, :n].to(a.z.dtype), gamma)
+        step = step - torch.einsum("bmd,bm->bd", a.df[:, :n].to(a.z.dtype), gamma)
     # The history keeps the step as it is taken, so that secant equations stay exact in a short history dtype.
     z_next = a.z + (a.alpha * step).to(a.left.dtype).to(a.z.dtype)
     _put(a.left, slot, z_next - a.z, advance)
@@ -421,12 +421,7 @@ def multisecant_transposed(a: MultisecantTransposed, parts: Parts | None = None)
         t = torch.einsum("bmd,bd->bm", in_order(a.df), a.v)
         t = t if parts is None else parts.sum(t)
         gamma = solve_window(torch.cat([matrix, squares], dim=1), t, history, a.method, a.ridge, transposed=True)
-        return a.alpha * (a.beta * a.v - _combined(in_order(a.left), gamma))
-
-
-def _combined(pairs: Tensor, weights: Tensor) -> Tensor:
-    """The sum of the pairs (B, n, D), by their weights (B, n). A pair that is dropped, of weight 0, may hold inf."""
-    return torch.einsum("bmd,bm->bd", torch.where(weights[:, :, None] == 0, 0, pairs), weights)
+        return a.alpha * (a.beta * a.v - torch.einsum("bmd,bm->bd", in_order(a.left), gamma))
 
 
 def _pairs(k: Index, history: int) -> int:
