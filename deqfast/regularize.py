@@ -89,7 +89,7 @@ def internalisation(z0: Any, z: Any) -> Tensor:
 
     Examples:
         >>> propose, block, x = torch.nn.Linear(3, 8), deqfast.DEQBlock(deqfast.FCCell(3, 8)), torch.randn(4, 3)
-        >>> z = block(x, z0 := propose(x))
+        >>> z = block(x, z0=(z0 := propose(x)))
         >>> (z.square().mean() + 0.1 * deqfast.regularize.internalisation(z0, z)).backward()
     """
     ends, spec = pytree.tree_flatten(detached(z))

@@ -428,7 +428,7 @@ def test_a_backward_pass_that_calls_the_cell_notices_what_has_been_written_to(na
     """The backward pass would compute the gradient of another function. A lambda hides the tensors of a module."""
     module, x, z0 = Scaled().eval(), [torch.randn(3, 4), torch.randn(3, 4)], torch.randn(3, 4)
     cell = (lambda z, x: module(z, x)) if name.startswith("a weight") else module
-    value = DEQBlock(cell, adjoint=adjoint, warn=False)(x, z0)
+    value = DEQBlock(cell, adjoint=adjoint, warn=False)(x, z0=z0)
     with torch.no_grad():
         CHANGES[name](module, x, z0)
     if isinstance(adjoint, Reversible) and name == "z0":

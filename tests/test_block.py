@@ -315,7 +315,7 @@ def test_values_are_matched_by_their_keys(adjoint, compiled):
     z0 = {"a": torch.zeros_like(x), "b": torch.zeros_like(x)}
     for order in (["a", "b"], ["b", "a"]):
         block = DEQBlock(Swapping(order), Anderson(1e-5, 50), adjoint, warn=False)
-        z = (torch.compile(block, backend="eager") if compiled else block)(x, z0)
+        z = (torch.compile(block, backend="eager") if compiled else block)(x, z0=z0)
         assert list(z) == list(z0)
         (2 * z["a"] + z["b"]).sum().backward()
         both.append([z["a"].detach(), z["b"].detach(), block.cell.gain.grad])

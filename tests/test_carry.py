@@ -57,7 +57,7 @@ def test_every_sample_is_solved_as_in_a_long_solve():
     with torch.no_grad():
         while len(carry):
             x, number = carry.data
-            z, solution = loop(x, carry.z, return_solution=True)
+            z, solution = loop(x, z0=carry.z, return_solution=True)
             done = solution.status != Status.MAX_ITER
             solved[number[done]], ages[number[done]] = z[done], 3 * carry.age[done] + solution.iterations[done]
             carry.advance(z, done)

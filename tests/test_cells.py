@@ -140,7 +140,7 @@ class TestHooks:
 
     def calls(self, solves, adjoint="jfb", z0=None, **options):
         cell = HookedCell(solves)
-        DEQBlock(cell, Broyden(max_iter=3), adjoint, warn=False, **options)(torch.randn(2, 4), z0)
+        DEQBlock(cell, Broyden(max_iter=3), adjoint, warn=False, **options)(torch.randn(2, 4), z0=z0)
         return cell.log
 
     @pytest.mark.parametrize("solves", [False, True])
@@ -316,7 +316,7 @@ class TestMonotone:
         assert expected.any()
         condition = max(amplification(lambda z, f=f: f(z, x), expected) for f in (cell, other))
         for z0 in (None, *(10 * torch.randn(3, 5, 12, dtype=torch.float64))):
-            z = DEQBlock(cell, solver)(x, z0)
+            z = DEQBlock(cell, solver)(x, z0=z0)
             assert_close(z, expected, after_solve(1e-12, condition))
             steepest = float(torch.linalg.matrix_norm(cell.weight.detach(), 2))
             step = torch.relu(z @ cell.weight.T + cell.injection(x))

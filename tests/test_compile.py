@@ -215,7 +215,7 @@ class TestOfABlock:
         call, x = compiled(block), [torch.randn(2, 3, 2), nn.Parameter(torch.randn(2, 2)), True]
         for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
             with context:
-                value, plain = call(x, z0), block(x, z0)
+                value, plain = call(x, z0=z0), block(x, z0=z0)
             assert_close(value, plain, WELL_CONDITIONED * rounding(torch.bfloat16, 1))
             assert all((value[k].dtype, value[k].stride()) == (plain[k].dtype, plain[k].stride()) for k in z0)
 

@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_the_ordinary_solve(solver):
     for batch in (5, 0, 63) if solver == Broyden(1e-5, 30) else (777,):
         x = torch.randn(batch, 3)
         x[1:2] = float("nan")  # spoils no other sample
-        solutions = [block(x, torch.zeros_like(x), return_solution=True)[1] for block in (compiled, ordinary)]
+        solutions = [block(x, z0=torch.zeros_like(x), return_solution=True)[1] for block in (compiled, ordinary)]
         assert_same_solution(*solutions)
     assert (solutions[0].status == Status.NONFINITE).sum() == 1
 

@@ -270,7 +270,7 @@ def test_modules_are_seen_in_compiled_code_and_under_a_profiler(compiled, monkey
 
 def test_a_start_is_not_read_while_the_step_is_watched_or_captured():
     block = deqfast.DEQBlock(LoopedFCCell(4, 12), warn=False).to(DEVICE)
-    step = deqfast.make_graphed_step(lambda batch: block(*batch, return_solution=True)[1])
+    step = deqfast.make_graphed_step(lambda batch: block(batch[0], z0=batch[1], return_solution=True)[1])
     x, z0 = torch.ones(3, 4, device=DEVICE), torch.zeros(3, 12, device=DEVICE)
     statuses = [step((x, z0)).status for _ in range(4)]
     assert len(step._captured) == 1

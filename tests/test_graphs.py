@@ -81,7 +81,7 @@ def test_the_solution_equals_the_loops(name, max_iter):
     for seed, z0 in enumerate((None, None, torch.randn(4, 12, device=DEVICE))):
         x = inputs(seed=seed)
         x[1] = torch.nan if z0 is not None else x[1]
-        solutions = [block(x, z0, return_solution=True)[1] for block in (graphed, plain)]
+        solutions = [block(x, z0=z0, return_solution=True)[1] for block in (graphed, plain)]
         assert_same(*solutions)
         assert (solutions[0].status[1] == deqfast.Status.NONFINITE) == (z0 is not None)
         needed, made = int(solutions[0].iterations.max()), solutions[0].evaluations
@@ -100,7 +100,7 @@ def test_states_of_any_layout(options, solver):
         pair = [deqfast.DEQBlock(Map(), solver, cuda_graph=graph, **groups, **scale) for graph in (True, False)]
         for shift in (0.1, 0.2):
             x = pytree.tree_map(lambda leaf, shift=shift: leaf + shift, z0)
-            (value, solution), (expected, plain) = (block(x, z0, return_solution=True) for block in pair)
+            (value, solution), (expected, plain) = (block(x, z0=z0, return_solution=True) for block in pair)
             for a, b in zip(pytree.tree_leaves(value), pytree.tree_leaves(expected), strict=True):
                 assert torch.equal(a, b) and (a.dtype, a.stride()) == (b.dtype, b.stride())
                 a.mul_(torch.ones((), device=DEVICE, requires_grad=True))  # it is an ordinary tensor

@@ -262,7 +262,7 @@ def test_the_order_of_keys_in_scale_does_not_count(keys):
 
     block = DEQBlock(cell, scale={key: SCALE[key] for key in keys}, warn=False)
     x, z0 = torch.ones(2, 8, requires_grad=True), {"large": torch.zeros(2, 8), "small": torch.zeros(2, 8)}
-    assert (block(x, z0, return_solution=True)[1].status == Status.INCONSISTENT).all()
+    assert (block(x, z0=z0, return_solution=True)[1].status == Status.INCONSISTENT).all()
 
 
 def test_the_callers_scale_may_change_later():
@@ -340,7 +340,7 @@ class TestSamples:
     def test_drop_converged_asks_which_tensors_have_rows_at_every_batch_size(self, batch):
         x = {"features": torch.randn(batch, 4, dtype=torch.float64), "weight": torch.zeros(5, 5), "name": "a"}
         with pytest.raises(ValueError, match=f"per_sample=.'features': True, 'weight': {batch == 5}, 'name': False"):
-            DEQBlock(lambda z, x: z, drop_converged=True)(x, torch.zeros(batch, 5, dtype=torch.float64))
+            DEQBlock(lambda z, x: z, drop_converged=True)(x, z0=torch.zeros(batch, 5, dtype=torch.float64))
 
     def test_the_rule(self):
         square, parameter = torch.zeros(5, 5), torch.nn.Parameter(torch.zeros(5, 2))
@@ -420,7 +420,7 @@ class TestDropConverged:
 
         for compact in (False, True):
             block = DEQBlock(cell, Anderson(rtol=1e-5), adjoint, drop_converged=compact, per_sample=rows)
-            z, solution = block(x, torch.zeros(6, 6), return_solution=True)
+            z, solution = block(x, z0=torch.zeros(6, 6), return_solution=True)
             results.append((z, torch.autograd.grad(z.square().sum(), scale)[0], solution.sample_evaluations))
         (z, grad, whole), (compact_z, compact_grad, less) = results
         assert torch.equal(z, compact_z) and torch.equal(grad, compact_grad) and less < whole
@@ -673,7 +673,7 @@ class TestAuto:
     def test_a_block_with_groups_and_gradients(self):
         a = torch.tensor([[0.6], [0.9], [1.1]], dtype=torch.float64, requires_grad=True)
         block = DEQBlock(lambda z, a: cubic(z) + a, Auto(rtol=1e-12, max_iter=600), Implicit(TIGHT))
-        z, solution = block(a, self.STARTS[::4, :1].contiguous(), return_solution=True, groups="batch")
+        z, solution = block(a, z0=self.STARTS[::4, :1].contiguous(), return_solution=True, groups="batch")
         assert solution.converged.all()
         (slope,) = torch.autograd.grad(z.sum(), a)
         assert_close(slope, 1 / (6 * z.detach() ** 2), GRADIENT)

@@ -71,6 +71,6 @@ def test_samples_stall_at_the_floor_of_rounded_products(products, compile, reque
     for precision, autocast in (("ieee", False), ("bf16", False), ("ieee", True), ("ieee", False)):
         products(precision)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            status = block(x, torch.ones_like(x), return_solution=True)[1].status
+            status = block(x, z0=torch.ones_like(x), return_solution=True)[1].status
         expected = Status.STALLED if autocast or precision == "bf16" else Status.MAX_ITER
         assert (status == expected).all()

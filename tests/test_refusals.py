@@ -140,7 +140,11 @@ CALLS = [
     (lambda: DEQBlock(FCCell(3, 3).to("meta"))(Z0), ValueError, "weight on meta"),
     (lambda: DEQBlock(FCCell(3, 3))(Z0.double()), ValueError, "give x the shape and dtype that the cell takes"),
     (lambda: DEQBlock(FCCell(3, 3))(Z0.numpy()), TypeError, "x must be a floating-point tensor, got ndarray"),
-    (lambda: DEQBlock(halve)(Z0, Z0, Z0), TypeError, "return_solution must be True or False, "),
+    (
+        lambda: DEQBlock(halve)(Z0, Z0),
+        TypeError,
+        "argument, x, got 2: several inputs of a cell go into x, as a tuple, and",
+    ),
     (lambda: diagnose(Z0, halve), TypeError, "got a tensor of torch.float32 (4, 3)"),
     (lambda: DEQBlock(halve, init=0.0), TypeError, "init must be callable, got 0.0"),
     (lambda: DEQBlock(LEARNED)(Z0), TypeError, "initial_state of the cell must be a method of x, got Parameter"),
@@ -148,7 +152,7 @@ CALLS = [
         (partial(DEQBlock(halve), x), ValueError, "Pass x.float(), or z0 to the call, or init=... to DEQBlock")
         for x in (torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0)
     ],
-    (lambda: DEQBlock(torch.add)(torch.ones(4, 3), torch.ones(2, 3)), ValueError, "(2, 3) and (4, 3)"),
+    (lambda: DEQBlock(torch.add)(torch.ones(4, 3), z0=torch.ones(2, 3)), ValueError, "(2, 3) and (4, 3)"),
     (lambda: solve(3, Z0), TypeError, "f must be callable, got 3"),
     (started(3), TypeError, "z0 must hold floating-point or complex tensors only, got int"),
     (started(torch.zeros(2, 3, dtype=torch.int64)), TypeError, "got torch.int64"),
@@ -351,7 +355,7 @@ def test_other_errors_keep_their_type_when_batches_differ(error):
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        DEQBlock(failing, warn=False)(torch.ones(1, 3), torch.ones(2, 3))
+        DEQBlock(failing, warn=False)(torch.ones(1, 3), z0=torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom", "reversible", "unrolled"])
@@ -362,7 +366,7 @@ def test_every_adjoint_checks_the_start_and_the_value(adjoint):
         (halve, torch.ones(2, 1), {}, "z0 must hold at least one tensor, got an empty structure"),
     ):
         with pytest.raises(ValueError, match=message):
-            DEQBlock(cell, adjoint=adjoint)(x, z0)
+            DEQBlock(cell, adjoint=adjoint)(x, z0=z0)
 
 
 OPTIONS = {

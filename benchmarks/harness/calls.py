@@ -15,7 +15,7 @@ import deqfast
 from .counters import count_call, evaluations
 from .entry import Case, Contender, Skipped, check, crossed
 from .maps import NEVER
-from .peers import BACKWARD_TOL, TORCHDEQ, layer_by
+from .peers import BACKWARD_TOL, TORCHDEQ, block_layer, layer_by
 
 EVALUATIONS = 6
 PROVIDERS = ("DEQBlock", "get_deq", "torchdeq")
@@ -39,7 +39,7 @@ def layer_of(provider: str, cell: Cell, solver: type[Any], adjoint: str) -> Call
     """(x, z0) -> z with gradient; raises ``Skipped`` if torchdeq is missing."""
     if provider == "DEQBlock":
         backward = deqfast.Implicit(solver(BACKWARD_TOL, EVALUATIONS)) if adjoint == "implicit" else adjoint
-        return deqfast.DEQBlock(cell, solver(NEVER, EVALUATIONS), backward)
+        return block_layer(deqfast.DEQBlock(cell, solver(NEVER, EVALUATIONS), backward))
     if provider == "torchdeq" and find_spec("torchdeq") is None:
         raise Skipped("torchdeq is not installed")
     get_deq = import_module("torchdeq" if provider == "torchdeq" else "deqfast.compat.torchdeq").get_deq

@@ -8,6 +8,7 @@ import deqfast
 
 from .counters import memory
 from .entry import Case, Contender, check
+from .peers import block_layer
 from .training import Layer, Setup, exact_gradient, flat
 
 ADJOINTS = {
@@ -32,13 +33,13 @@ def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
         block = deqfast.DEQBlock(setup.cell, solver, ADJOINTS[provider])
 
         def step() -> Any:
-            return setup.step(block)
+            return setup.step(block_layer(block))
 
         reached, exact = flat(step()[0]), exact_gradient(layer)[0]
         cosine = float(reached @ exact / reached.norm() / exact.norm())
         check("distance of the gradient's cosine from 1", 1 - cosine, 0.5)
         facts = {"error": float((reached - exact).norm() / exact.norm()), "cosine": cosine}
-        facts |= {"peak_bytes": memory(step, device)[1], "evaluations": setup.calls(block)}
+        facts |= {"peak_bytes": memory(step, device)[1], "evaluations": setup.calls(block_layer(block))}
         if block.backward_solution is not None:
             facts["backward_evaluations"] = block.backward_solution.evaluations
         return Contender(step, facts)

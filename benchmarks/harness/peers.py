@@ -85,6 +85,11 @@ def layer_by(
     return lambda x, z0: layer(lambda z: cell(z, x), z0)[0][-1]
 
 
+def block_layer(block: deqfast.DEQBlock) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, z0) -> z with gradient, by this block."""
+    return lambda x, z0: block(x, z0=z0)
+
+
 def explicit_layer(cell: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """(x, z0) -> the cell applied once: the cost of a layer without a solve."""
     return lambda x, z0: cell(z0, x)

@@ -111,7 +111,7 @@ def torch_solve(provider: str, solver: Any, cell: Cell, x: Tensor, z0: Tensor) -
         options: dict[str, Any] = {"cuda_graph": True} if on_gpu else {"compile": provider == "compiled"}
         options = {} if provider == "eager" else options
         block = deqfast.DEQBlock(cell, solver, kernel="auto" if on_gpu else "cpp", warn=False, **options)
-        return lambda: block(x, z0)
+        return lambda: block(x, z0=z0)
     if provider == BY_HAND:
         loop = by_hand.loop_of(solver)
         return lambda: loop(lambda z: cell(z, x), z0)
@@ -129,13 +129,13 @@ def torch_solve(provider: str, solver: Any, cell: Cell, x: Tensor, z0: Tensor) -
 
 def packaged(f: nn.Module, solver: Any, x: Any, z0: Tensor) -> Callable[[], Any]:
     """Solve in a package of AOTInductor, with the steps of kernel "cpp" as C functions."""
-    program = torch.export.export(deqfast.DEQBlock(f, solver, kernel="cpp", warn=False).eval(), (x, z0))
+    program = torch.export.export(deqfast.DEQBlock(f, solver, kernel="cpp", warn=False).eval(), (x,), {"z0": z0})
     with tempfile.TemporaryDirectory() as folder:
         path = torch._inductor.aoti_compile_and_package(
             program, package_path=f"{folder}/solve.pt2", inductor_configs=deqfast.package_options()
         )
         package = torch._inductor.aoti_load_package(path)
-    return lambda: package(x, z0)
+    return lambda: package(x, z0=z0)
 
 
 def jax_solve(

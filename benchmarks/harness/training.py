@@ -15,7 +15,7 @@ import deqfast
 from .counters import count_call, evaluations
 from .entry import KERNELS, Case, Contender, check, crossed, kernel_of
 from .maps import autocast, relative_residual
-from .peers import explicit_layer, torchdeq_layer
+from .peers import block_layer, explicit_layer, torchdeq_layer
 from .record import Row
 from .solves import solver_name
 
@@ -91,8 +91,8 @@ def exact_gradient(layer: Layer, explicit: bool = False) -> tuple[Tensor, Setup]
     setup = Setup(layer, "torch", "cpu", torch.float64)
     solver = deqfast.Anderson(EXACT, 300)
     adjoint: Any = deqfast.JFB() if layer.adjoint == "jfb" else deqfast.Implicit(solver)
-    block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel="torch")
-    function = explicit_layer(setup.cell) if explicit else block
+    equilibrium = block_layer(deqfast.DEQBlock(setup.cell, solver, adjoint, kernel="torch"))
+    function = explicit_layer(setup.cell) if explicit else equilibrium
     return flat(setup.step(function)[0]), setup
 
 
@@ -112,7 +112,8 @@ def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, 
         elif provider == "torchdeq":
             function = torchdeq_layer(setup.cell, solver, adjoint)
         else:
-            function = block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel=provider)
+            block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel=provider)
+            function = block_layer(block)
         facts = judged(layer, provider == "explicit", *setup.step(function))
         if block is None:
             facts["evaluations"] = setup.calls(function)

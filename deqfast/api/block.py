@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import ChecksKeywords, check_cell, check_start, described, settings_of
+from .._checks import ChecksKeywords, check_cell, check_start, settings_of
 from ..cells.protocol import solving
 from ..engine.device_loop import is_captured
 from ..engine.loop import StopFn
@@ -178,11 +178,14 @@ class DEQBlock(ChecksKeywords, nn.Module):
         super().__setstate__(state)
         self._number = opaque_op.new_number(self)  # a copy is another block
 
-    def forward(self, x: Any, z0: Any = None, return_solution: bool = False, groups: Grouping = None) -> Any:
+    def forward(
+        self, x: Any, *more: Any, z0: Any = None, return_solution: bool = False, groups: Grouping = None
+    ) -> Any:
         """Solve for x; gradients pass to x and to the cell's parameters, with ``Unrolled`` also to z0.
 
         Args:
             x: the cell's second argument, any pytree; `per_sample` says which of its tensors have rows of samples.
+            more: an error, so that an input of the cell is not taken for a start.
             z0: start of the iteration; None: see the class.
             return_solution: return the Solution too.
             groups: if a cell couples rows, see ``solve``. Repeated calls with ``Groups`` do not wait for the device.
@@ -190,9 +193,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
         Returns:
             `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
         """
-        if return_solution is not True and return_solution is not False:
-            got = f"got {described(return_solution)}: several inputs of a cell go into x, as a tuple"
-            raise TypeError(f"return_solution must be True or False, {got}")
+        if more:
+            got = f"got {1 + len(more)}: several inputs of a cell go into x, as a tuple, and a start is z0=..."
+            raise TypeError(f"a block takes one positional argument, x, {got}")
         is_given = z0 is not None
         z0, is_fresh = (z0, False) if is_given else self._start(x)
         # Tested in this frame, which runs uncompiled if dynamo gives up. is_compiling() is true for other threads too.

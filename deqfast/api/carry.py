@@ -53,7 +53,7 @@ class Carry:
         >>> carry = deqfast.Carry(block, batches, size=8)
         >>> for _ in range(10):
         ...     x, y = carry.data
-        ...     z, solution = block(x, carry.z, return_solution=True)
+        ...     z, solution = block(x, z0=carry.z, return_solution=True)
         ...     optimizer.zero_grad()
         ...     (head(z) - y).square().mean().backward()
         ...     optimizer.step()

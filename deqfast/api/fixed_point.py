@@ -249,4 +249,4 @@ def _solve(cell: nn.Module, z0: Any, x: Any, groups: Grouping, returns: bool, op
     block = DEQBlock(cell, **options)
     block._changes.evaluates = False  # every call would repeat its evaluations
     block.training = not is_exporting()  # torch.export refuses a block in training; nobody else uses this one
-    return block(x, z0, return_solution=returns, groups=groups)
+    return block(x, z0=z0, return_solution=returns, groups=groups)

@@ -85,5 +85,5 @@ class Equilibrium(nn.Module):
     def forward(self, y: Tensor, physics: Any, init: Any = None) -> Tensor:
         """Restored images (B, C, H, W) for the measurements y; `init`: as deepinv's models take it."""
         x = y, physics
-        value, self.solution = self.block(x, self.iteration.initial_state(x, init), return_solution=True)
+        value, self.solution = self.block(x, z0=self.iteration.initial_state(x, init), return_solution=True)
         return self.iteration.model.get_output({"est": value})
