@@ -159,6 +159,7 @@ CALLS = [
     (started(()), ValueError, "z0 must hold at least one tensor, got an empty structure"),
     (started(torch.tensor(1.0)), ValueError, "z0 must have the batch as its first dimension"),
     (started(Z0.to_sparse()), TypeError, "z0 must be dense"),
+    (lambda: DEQBlock(lambda z, x: z.to_sparse())(Z0), TypeError, "the value of f must be dense"),
     (started(torch.nested.nested_tensor([Z0, Z0[1:]], layout=torch.jagged)), TypeError, "got a nested tensor"),
     (started((Z0, Z0[1:])), ValueError, "(4, 3) on cpu, (3, 3) on"),
     (started(Z0.to("meta")), ValueError, "got tensors on the device meta"),
