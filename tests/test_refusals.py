@@ -173,7 +173,7 @@ CALLS = [
     (valued(torch.zeros(4, 2)), ValueError, "f must return the shape of its argument, (4, 3), got (4, 2)"),
     (valued(torch.zeros(3, 3)), ValueError, "(4, 3), got (3, 3)"),
     (valued((Z0,)), ValueError, "f must return a tensor of shape (4, 3), got tuple"),
-    (lambda: solve(lambda z: {"b": z["a"]}, {"a": Z0}), ValueError, "f must return the structure"),
+    (lambda: solve(lambda z: {"b": z["a"]}, {"a": Z0}), ValueError, "and nothing else"),
     (valued(None), ValueError, "a tensor of shape (4, 3), got None"),
     (
         lambda: solve(lambda z: (Z0, Z0[:, :2]), (Z0, Z0[:, :1])),

@@ -217,8 +217,8 @@ class Packing:
         try:
             leaves = self.spec.flatten_up_to(value)  # finds the entries of a dict by their keys
         except ValueError:
-            got = pytree.tree_structure(value)
-            raise ValueError(f"f must return the structure of its argument, {self.spec}, got {got}") from None
+            got = f"got {pytree.tree_structure(value)}: it returns the state and nothing else"
+            raise ValueError(f"f must return the structure of its argument, {self.spec}, {got}") from None
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
         expected = [tuple(leaf.shape) for leaf in self.leaves]
         if shapes != expected:
