@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 from runs import style
 
 from .record import CENTRED, Curves, RunResult
@@ -93,13 +93,9 @@ def _plot_seeds(axis: Axes, arm: str, seeds: Sequence[Curves], name: str, **more
     style.band(axis, np.array(seeds[0]["epoch"])[shared], values[:, shared], **style.look(arm), **more)
 
 
-PAIRED = {
-    "overall": "overall accuracy,\npoints",
-    "minority": "minority accuracy,\npoints",
-    "nc1": "NC1, logarithm\nof the ratio",
-    "nc2_centered": "NC2 centred",
-    "nc3_centered": "NC3 centred",
-}
+ACCURACY = {"overall": "all classes", "minority": "small classes"}
+RATIO = "NC1, ratio"  # drawn by its logarithm
+COLLAPSE = {"nc1": RATIO, "nc2_centered": "NC2, centred", "nc3_centered": "NC3, centred"}
 """What `paired_figure` is drawn of, and its labels."""
 
 
@@ -115,50 +111,71 @@ class Panel:
     ringed: Collection[tuple[str, int]]
 
 
-def paired_figure(rows: Mapping[str, Sequence[Panel]], heading: str) -> Figure:
-    """Draw a row of panels for each label, which share an axis: a dot for each seed, the mean and its interval."""
-    rows = {label: panels for label, panels in rows.items() if panels}
-    columns = max(map(len, rows.values()))
-    figure, axes = style.panels(len(rows), columns, height=2.1, sharey="row", sharex="col")
-    for line, (label, panels) in zip(axes, rows.items(), strict=True):
-        line[0].set_ylabel(label)
-        for axis, panel in zip(line, panels, strict=False):
-            _pairs(axis, panel, min(7.5, 26 / columns))
-        for axis in line[len(panels) :]:
-            axis.set_visible(False)
-    for axis, panel in zip(axes[0], next(iter(rows.values())), strict=False):
-        axis.set_title(f"{panel.title}, less explicit")
+def paired_figure(columns: Mapping[str, Sequence[Panel]], heading: str) -> Figure:
+    """Draw a row of panels for each setting, and for each label a column, which shares an axis. A panel has a line for
+    each arm: a dot for each seed, the mean and its interval."""
+    settings = {panel.title: list(panel.differences) for panels in columns.values() for panel in panels}
+    lines = [len(arms) + 1 for arms in settings.values()]
+    figure = style.page(0.38 * sum(lines) + 1.6, style.NARROW)
+    axes = figure.subplots(len(lines), len(columns), sharex="col", squeeze=False, height_ratios=lines)
     figure.suptitle(heading, fontweight="bold")
-    figure.supxlabel("dot: a seed, joined over arms;  bar: mean, 95 % interval;  ×: the paper's difference", size=9)
+    for column, (label, panels) in zip(axes.T, columns.items(), strict=True):
+        by_title = {panel.title: panel for panel in panels}
+        for axis, title in zip(column, settings, strict=True):
+            axis.set_visible(title in by_title)
+            if title in by_title:
+                _pairs(axis, by_title[title])
+        shared = column[-1].xaxis
+        shared.set_label_text(label)
+        shared.set_major_locator(MaxNLocator(3))
+        if label == RATIO:
+            wide = np.ptp(shared.get_view_interval()) > np.log(20)
+            ratios = (0.01, 0.1, 1, 10, 100) if wide else (0.25, 0.5, 1, 2, 4)
+            shared.set_major_locator(FixedLocator(np.log(ratios)))
+            shared.set_major_formatter(lambda value, _: f"×{np.exp(value):g}")
+    for (first, *others), (title, arms) in zip(axes, settings.items(), strict=True):
+        first.set_title(" ")  # room for the setting, which is wider than the panel
+        first.text(0, 1.03, title, transform=first.transAxes).set_in_layout(False)
+        first.set_yticks(range(len(arms)), [LABELS[arm].replace(", ", ",\n") for arm in arms])
+        for axis in others:
+            axis.set_yticks([])
+    grey, black = {"color": style.GREY}, {"color": style.BLACK}
+    axes[-1, 0].plot([], **grey, marker="o", lw=0.6, label="a seed, joined")
+    axes[-1, 0].plot([], **grey, marker="|", ms=8, lw=2, label="mean, 95 % interval")
+    axes[-1, 0].plot([], **black, lw=0.8, label="the explicit network")
+    if any(panel.printed is not None for panels in columns.values() for panel in panels):
+        axes[-1, 0].plot([], **black, marker="x", ms=6, ls="", label="the paper's DEQ")
+    style.legend(figure, 2)
     return figure
 
 
-def _pairs(axis: Axes, panel: Panel, size: float) -> None:
-    """Draw a panel, its arms named in letters of `size` points."""
+def _pairs(axis: Axes, panel: Panel) -> None:
+    """Draw a panel, the first arm at the top."""
     arms = list(panel.differences)
     seeds = sorted({seed for by_seed in panel.differences.values() for seed in by_seed})
     place = {seed: 0.07 * (number - len(seeds) / 2) for number, seed in enumerate(seeds)}
-    axis.axhline(0, color="black", lw=0.8)
+    axis.axvline(0, color="black", lw=0.8)
     for seed in seeds:
         joined = [
-            (x + place[seed], panel.differences[arm][seed])
-            for x, arm in enumerate(arms)
+            (panel.differences[arm][seed], y + place[seed])
+            for y, arm in enumerate(arms)
             if seed in panel.differences[arm]
         ]
         axis.plot(*zip(*joined, strict=True), color=style.GREY, lw=0.6, alpha=0.5, zorder=1)
-    for x, arm in enumerate(arms):
+    for y, arm in enumerate(arms):
         look = style.look(arm)
+        axis.axhline(y + 0.5, color=style.GREY, lw=0.6, alpha=0.3)  # between the arms
         for seed, value in panel.differences[arm].items():
-            axis.scatter(x + place[seed], value, s=18, **look, zorder=2)
+            axis.scatter(value, y + place[seed], s=18, **look, zorder=2)
             if (arm, seed) in panel.ringed:
-                axis.scatter(x + place[seed], value, s=110, facecolor="none", edgecolor="black", zorder=3)
+                axis.scatter(value, y + place[seed], s=110, facecolor="none", edgecolor="black", zorder=3)
         (low, high), mean = panel.intervals[arm], np.mean(list(panel.differences[arm].values()))
-        axis.errorbar(x + 0.3, mean, [[mean - low], [high - mean]], **look | {"marker": "_"}, ms=10, capsize=3, lw=2)
+        whiskers = [[mean - low], [high - mean]]
+        axis.errorbar(mean, y + 0.3, xerr=whiskers, **look | {"marker": "|"}, ms=8, capsize=2, lw=2)
         if arm == "deq-implicit" and panel.printed is not None:
-            axis.scatter(x - 0.38, panel.printed, s=40, color="black", marker="x", zorder=3)
-    axis.set(xlim=(-0.5, len(arms) - 0.45))
-    axis.set_xticks(range(len(arms)), [LABELS[arm].replace(",", "").replace(" ", "\n") for arm in arms], size=size)
-    axis.grid(False, axis="x")
+            axis.scatter(panel.printed, y - 0.25, s=40, color="black", marker="x", zorder=3)
+    axis.set_ylim(len(arms) - 0.5, -0.5)
+    axis.grid(False, axis="y")
 
 
 def features_figure(

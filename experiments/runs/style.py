@@ -92,9 +92,9 @@ def bare(axis: Axes) -> None:
     axis.spines[:].set_visible(False)
 
 
-def decimal(axis: Axis) -> None:
-    """Label 1, 2 and 5 of every decade of a logarithmic axis by decimal numbers."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+def decimal(axis: Axis, labelled: Sequence[float] = (1, 2, 5)) -> None:
+    """Label these multiples of every power of ten on a logarithmic axis by decimal numbers."""
+    axis.set_major_locator(LogLocator(subs=labelled, numticks=99))  # enough that none is left out
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter("")
 

@@ -156,7 +156,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     }
     table = networks_table("Errors and weights on the steep function", RECONSTRUCTION, networks, columns)
     items = notes("steep", width=WIDTH, course=sizes.course.note, bound=BOUND, learnt=LEARNT, sees=SEES)
-    return Section(items, [existence, *compare(compared)], [table], [_picture(networks)])
+    return Section(items, [existence, *compare(compared)], [table], [_picture(networks, sizes.course.steps)])
 
 
 def _pairs(tasks: dict[str, list[Result]], kind: str) -> dict[str, tuple[Sequence[Trained], Sequence[Trained]]]:
@@ -204,26 +204,37 @@ def _shares(results: list[Result], rival: str) -> tuple[float, float]:
     return own, other
 
 
-def _picture(tasks: dict[str, Kinds]) -> Picture:
+def _picture(tasks: dict[str, Kinds], steps: int) -> Picture:
+    """Draw two panels for each sampling: the weights of free networks with the bound, and the errors of all."""
     samplings = [sampling for sampling in SAMPLINGS if any(task.endswith(sampling) for task in tasks)]
-    figure, axes = style.panels(2, len(samplings), sharex=True, sharey="row")
-    for column, sampling in zip(axes.T, samplings, strict=True):
+    figure = style.page(1.1 + 3.6 * len(samplings), style.NARROW)
+    axes = figure.subplots(2 * len(samplings), 1, sharex=True)
+    for weights, errors, sampling in zip(axes[::2], axes[1::2], samplings, strict=True):
         chosen = {int(task.split("-")[0][1:]): every for task, every in tasks.items() if task.endswith(sampling)}
         for by_dimension in zip(*chosen.values(), strict=True):
             name = by_dimension[0][0].name
-            bounded = {"ls": "--", "mfc": "none"} if name.endswith("bounded") else {}
-            look = style.look(name) | {"label": name} | bounded
-            values: tuple[Callable[[Trained], float], ...] = (largest_weight, largest_error)
-            for axis, value in zip(column, values, strict=True):
-                axis.plot(list(chosen), [fmean(map(value, networks)) for networks in by_dimension], **look)
-        column[0].set(title=f"x {sampling}", yscale="log")
-        column[1].set(xlabel="d = -log2 δ", yscale="log", xticks=list(chosen))
-    for axis, label in zip(axes[:, 0], ("largest weight", "largest error"), strict=True):
-        axis.set_ylabel(label)
-        style.decimal(axis.yaxis)
+            look = style.look(name) | {"label": name}
+            if name.endswith("bounded"):
+                look |= {"ls": "--", "mfc": "none"}
+            else:
+                weights.plot(list(chosen), _means(by_dimension, largest_weight), **look)
+            errors.plot(list(chosen), _means(by_dimension, largest_error), **look)
+        # The last networks are bounded, all of a seed by the same bound, which their largest weights meet.
+        bounds = _means(by_dimension, largest_weight)
+        weights.plot(list(chosen), bounds, ls=":", color=style.BLACK, label="the bound")
+        weights.set(title=f"Largest weight, x {sampling}, {steps:,} steps", yscale="log")
+        errors.set(title=f"Largest error, x {sampling}, {steps:,} steps", yscale="log", xticks=list(chosen))
+        errors.set_ylim(top=1.1)  # the zero function's is 1
+        for axis in (weights, errors):
+            style.decimal(axis.yaxis, (1, 2, 3, 5))
+    axes[-1].set_xlabel("d = -log2 δ")
     style.legend(figure, 2, handlelength=4)
     caption = "Largest weight and largest error against d, means over seeds; the zero function's largest error is 1."
     return Picture("steep", "Steep functions", RECONSTRUCTION, caption, figure)
+
+
+def _means(by_dimension: Iterable[Sequence[Trained]], value: Callable[[Trained], float]) -> list[float]:
+    return [fmean(map(value, networks)) for networks in by_dimension]
 
 
 STEEP = experiment(

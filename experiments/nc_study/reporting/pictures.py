@@ -30,10 +30,15 @@ class Picture:
 
 def pictures(group: Group) -> Iterator[Picture]:
     """Draw the arms' differences from the explicit network, the courses of training, and single features."""
-    rows = {label: list(_panels(group, name)) for name, label in figures.PAIRED.items()}
-    if any(rows.values()):
-        heading = f"Rate / decay / gain: {group.recipe}"
-        yield Picture("pairs", "Accuracy and collapse, paired by seed", figures.paired_figure(rows, heading))
+    paired = {
+        "pairs": (figures.ACCURACY, "Accuracy", "in points less the explicit network's: right is better"),
+        "collapse": (figures.COLLAPSE, "Collapse", "compared with the explicit network's: left is more"),
+    }
+    for name, (labels, title, heading) in paired.items():
+        columns = {label: panels for key, label in labels.items() if (panels := list(_panels(group, key)))}
+        if columns:
+            figure = figures.paired_figure(columns, f"{title}\n{heading}")
+            yield Picture(name, f"{title}, paired by seed", figure)
     title = (
         "Courses of training" if group.drawn else "Figs. 3a, 3b, 4 and 5: courses of training, as far as they were run"
     )
@@ -53,12 +58,19 @@ def _panels(group: Group, quantity: str) -> Iterator[figures.Panel]:
                 (arm, seed): network for arm in differences for seed, network in group.networks(setting, arm).items()
             }
             yield figures.Panel(
-                title=setting.imbalance,
+                title=_title(setting),
                 differences=differences,
                 intervals={arm: estimate([list(seeds.values())]).interval for arm, seeds in differences.items()},
                 printed=after.mean - before.mean if before and after else None,
                 ringed=[key for key, network in networks.items() if broken(network)],
             )
+
+
+def _title(setting: Setting) -> str:
+    """Name the imbalance, and explain it."""
+    large = setting.majority_classes
+    explained = f": {large} large, {setting.classes - large} small classes"
+    return setting.imbalance + (explained if large < setting.classes else "")
 
 
 def _course(group: Group) -> Figure:
