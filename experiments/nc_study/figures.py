@@ -131,7 +131,7 @@ def paired_figure(columns: Mapping[str, Sequence[Panel]], heading: str) -> Figur
         if label == RATIO:
             wide = np.ptp(shared.get_view_interval()) > np.log(20)
             ratios = (0.01, 0.1, 1, 10, 100) if wide else (0.25, 0.5, 1, 2, 4)
-            shared.set_major_locator(FixedLocator(np.log(ratios)))
+            shared.set_major_locator(FixedLocator(np.log(ratios).tolist()))
             shared.set_major_formatter(lambda value, _: f"×{np.exp(value):g}")
     for (first, *others), (title, arms) in zip(axes, settings.items(), strict=True):
         first.set_title(" ")  # room for the setting, which is wider than the panel

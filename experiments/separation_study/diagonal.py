@@ -22,6 +22,7 @@ import deqfast
 
 from .claims import FAILS, HOLDS, OPEN, Claim, exact_claim, within
 from .frame import DERIVED, Picture, Row, Section, Table, Unit, experiment, notes
+from .summary import fewest
 
 SOLVER = deqfast.Broyden(rtol=1e-13, max_iter=200)
 ADJOINTS = {"DEQ": deqfast.Implicit(SOLVER), "DEQ, JFB": deqfast.JFB()}
@@ -96,6 +97,9 @@ class Result:
 
     flows: tuple[Flow, ...]
     descents: tuple[Descent, ...]
+
+
+Results = Mapping[Unit, Result]
 
 
 class DiagonalCell(nn.Module):
@@ -212,7 +216,7 @@ def tasks(sizes: Sizes) -> list[str]:
     return [f"d{d}-n{n}" for d, n in sizes.problems]
 
 
-def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
+def section(sizes: Sizes, results: Results) -> Section:
     """Judge the claims of Section 5 and show how the bias changes with the initialisation."""
     flows = [flow for result in results.values() for flow in result.flows]
     descents = [descent for result in results.values() for descent in result.descents]
@@ -222,11 +226,11 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         Table("Limits of gradient flow", DERIVED, _flow_rows(flows), f"{worst}."),
         Table("Gradient descent through deqfast", DERIVED, _descent_rows(descents), same),
     ]
-    claims = [*_limit_claims(sizes, flows), _denser(sizes, flows), _tends(sizes, list(results.values()))]
+    claims = [*_limit_claims(results, flows), _denser(sizes, results, flows), *_tends(results)]
     return Section(notes("diagonal"), claims, tables, [_picture(sizes, flows)])
 
 
-def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
+def _limit_claims(results: Results, flows: list[Flow]) -> list[Claim]:
     deq, jfb, network = ([flow for flow in flows if flow.rule == rule.name] for rule in RULES)
     residuals = {
         "kept": [flow.drift for flow in deq],
@@ -237,7 +241,7 @@ def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
         "network": [flow.kkt for flow in network],
     }
     worst = {name: max(values) for name, values in residuals.items()}
-    return [exact_claim(f"diagonal {name}", within(x, ZERO), sizes.seeds, worst=x) for name, x in worst.items()]
+    return [exact_claim(f"diagonal {name}", within(x, ZERO), fewest(results), worst=x) for name, x in worst.items()]
 
 
 def _densities(flows: list[Flow], rule: Rule, start: float) -> list[float]:
@@ -245,19 +249,23 @@ def _densities(flows: list[Flow], rule: Rule, start: float) -> list[float]:
     return [flow.participation for flow in flows if flow.kind == (rule.name, start, False)]
 
 
-def _denser(sizes: Sizes, flows: list[Flow]) -> Claim:
+def _denser(sizes: Sizes, results: Results, flows: list[Flow]) -> Claim:
     start = min(sizes.initials)
     deq, _, network = (_densities(flows, rule, start) for rule in RULES)
     share = sum(dense > other for dense, other in zip(deq, network, strict=True)) / len(deq)
     verdict = {1.0: HOLDS, 0.0: FAILS}.get(share, OPEN)
-    return exact_claim("diagonal denser", verdict, sizes.seeds, start=start, share=share, problems=len(deq))
+    return exact_claim("diagonal denser", verdict, fewest(results), start=start, share=share, problems=len(deq))
 
 
-def _tends(sizes: Sizes, results: list[Result]) -> Claim:
-    pairs = [pair for result in results for pair in pairwise(result.descents)]
+def _tends(results: Results) -> list[Claim]:
+    """Judge the descents; no claim without one, as they belong to the first task only."""
+    descended = {unit: result.descents for unit, result in results.items() if result.descents}
+    pairs = [pair for descents in descended.values() for pair in pairwise(descents)]
     halving = [coarse.distance / fine.distance for coarse, fine in pairs if coarse.rule == fine.rule]
+    if not halving:
+        return []
     verdict = HOLDS if min(halving) > 1 else FAILS
-    return exact_claim("diagonal tends", verdict, sizes.seeds, least=min(halving), most=max(halving))
+    return [exact_claim("diagonal tends", verdict, fewest(descended), least=min(halving), most=max(halving))]
 
 
 def _worst(group: Sequence[object], columns: Mapping[str, str]) -> Row:

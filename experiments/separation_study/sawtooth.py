@@ -18,7 +18,7 @@ from deqfast.solvers import Solver
 from .claims import Comparison, compare, comparison, exact_claim, within
 from .frame import RECONSTRUCTION, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
-from .summary import Kinds, Value, best_of, by_task, curves, kinds, log_ratios, networks_table
+from .summary import Kinds, Value, best_of, by_task, curves, fewest, kinds, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that it can represent all tasks
 DEPTHS = (1, 3)  # hidden layers of the FNNs
@@ -146,7 +146,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """
     networks = {task: kinds(by_seed) for task, by_seed in by_task(results).items()}
     worst = max(result.exact_error for result in results.values())
-    existence = exact_claim("sawtooth exact", within(worst, 0), sizes.seeds, worst=worst)
+    existence = exact_claim("sawtooth exact", within(worst, 0), fewest(results), worst=worst)
     trained = {task: [each for each in chain(*every) if each.name != EXACT_START] for task, every in networks.items()}
     idle = [task for task, some in trained.items() if min(map(last_error, some)) > LEARNT]
     groups = [[task] for task in networks if task not in idle] + ([idle] if idle else [])

@@ -22,7 +22,7 @@ import deqfast
 from .claims import Comparison, compare, comparison, exact_claim, within
 from .frame import RECONSTRUCTION, Picture, Section, Unit, experiment, notes
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
-from .summary import Kinds, Value, best_of, by_task, kinds, log_ratios, networks_table
+from .summary import Kinds, Value, best_of, by_task, fewest, kinds, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ; the FNNs have as many parameters
 DEPTHS = (1, 3)
@@ -119,8 +119,7 @@ def exact_error(d: int) -> float:
 
 def measure(sizes: Sizes, unit: Unit) -> Result:
     """Train the DEQ and FNNs with equal parameters, freely, then under one bound on the largest weight."""
-    dimension, sampling = unit.task.split("-")
-    d = int(dimension[1:])
+    d, sampling = dimension(unit.task), unit.task.split("-")[1]
     learn = partial(train, task=Steep(d, sampling == "concentrated"), course=sizes.course, seed=unit.seed)
     budget = count_parameters(DEQ(d, WIDTH))
     makers: dict[str, Callable[[], torch.nn.Module]] = {"DEQ": partial(DEQ, d, WIDTH)}
@@ -137,11 +136,16 @@ def tasks(sizes: Sizes) -> list[str]:
     return [f"d{d}-{sampling}" for d in sizes.dimensions for sampling in SAMPLINGS]
 
 
+def dimension(task: str) -> int:
+    """Return d of a task."""
+    return int(task.split("-")[0][1:])
+
+
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the exact fixed point, the weights at comparable loss, and the errors under a bound on the weights."""
     worst = max(result.exact_error for result in results.values())
-    largest = max(sizes.dimensions)
-    existence = exact_claim("steep exact", within(worst, ROUNDING), sizes.seeds, worst=worst, largest=largest)
+    solved = ", ".join(map(str, sorted({dimension(unit.task) for unit in results})))
+    existence = exact_claim("steep exact", within(worst, ROUNDING), fewest(results), worst=worst, solved=solved)
     dimensions: dict[str, dict[str, list[Result]]] = {}
     networks: dict[str, Kinds] = {}
     for task, measured in by_task(results).items():
@@ -210,7 +214,7 @@ def _picture(tasks: dict[str, Kinds], steps: int) -> Picture:
     figure = style.page(1.1 + 3.6 * len(samplings), style.NARROW)
     axes = figure.subplots(2 * len(samplings), 1, sharex=True)
     for weights, errors, sampling in zip(axes[::2], axes[1::2], samplings, strict=True):
-        chosen = {int(task.split("-")[0][1:]): every for task, every in tasks.items() if task.endswith(sampling)}
+        chosen = {dimension(task): every for task, every in tasks.items() if task.endswith(sampling)}
         for by_dimension in zip(*chosen.values(), strict=True):
             name = by_dimension[0][0].name
             look = style.look(name) | {"label": name}

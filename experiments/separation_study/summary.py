@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from statistics import median
@@ -25,6 +26,11 @@ def by_task(results: Mapping[Unit, R]) -> dict[str, list[R]]:
     for unit, result in results.items():
         tasks.setdefault(unit.task, []).append(result)
     return tasks
+
+
+def fewest(units: Iterable[Unit]) -> int:
+    """Return how many of the units the task with fewest has: its seeds."""
+    return min(Counter(unit.task for unit in units).values())
 
 
 def kinds(results: Iterable[R], networks: Callable[[R], Sequence[Trained]] = attrgetter("networks")) -> Kinds:
