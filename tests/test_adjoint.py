@@ -18,6 +18,7 @@ from deqfast import (
     JFB,
     SHINE,
     Anderson,
+    Auto,
     Broyden,
     DEQBlock,
     FCCell,
@@ -98,6 +99,16 @@ class TestDefinitions:
         assert solution.evaluations == 2 * (steps or 10)
         expected = torch.autograd.grad(z, toy.inputs, toy.cotangent)
         assert_close(toy.gradients(Reversible(steps, damping), solver), expected, GRADIENT)
+
+    def test_steps_of_reversible_that_are_not_given_can_be_reversed(self):
+        """Each of two half-steps multiplies rounding by up to 1 / (1 - r); it may grow from 2^-52 to 1e-3."""
+        toy = Toy()
+        for damping, steps in ((0.5, 21), (0.9, 6), (0.01, 100)):
+            z, solution = toy.block(Reversible(None, damping), Auto(), warn=False)(
+                toy.x, z0=toy.z0, return_solution=True
+            )
+            z.sum().backward()
+            assert solution.evaluations == 2 * steps
 
     def test_reversible_judges_the_way_back_sample_by_sample(self):
         """One sample of a thousand goes astray, by a hundredth of its length: their mean does not show it."""

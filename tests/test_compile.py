@@ -343,14 +343,14 @@ class TestOfABlock:
     def test_two_leaves_of_the_same_gradient(self, compiled):
         block = DEQBlock(lambda z, x: torch.tanh(0.5 * z + x[0] + x[1]))
         x = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
-        a, b = torch.autograd.grad(compiled(block)(x, torch.zeros(3, 4)).sum(), x)
+        a, b = torch.autograd.grad(compiled(block)(x, z0=torch.zeros(3, 4)).sum(), x)
         assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
 
     def test_what_is_not_served_is_an_error(self, compiled):
         x, hidden = torch.randn(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
         for f in (DEQBlock(Cell()), lambda x, z0: fc_fixed_point(0.1 * torch.eye(4), x, z0)[0]):
             with pytest.raises(ValueError, match="z0 must be finite"):
-                compiled(f)(x, torch.full((2, 4), torch.nan))
+                compiled(f)(x, z0=torch.full((2, 4), torch.nan))
         for given in (x, x.detach()):
             with pytest.raises(RuntimeError, match="neither in x nor a parameter of the cell"):
                 compiled(DEQBlock(lambda z, x: 0.5 * z.tanh() + hidden.exp() * x))(given)

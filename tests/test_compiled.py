@@ -425,7 +425,7 @@ class TestErrors:
     def test_calls(self):
         block = DEQBlock(Linear(), compile=True)
         with pytest.raises(ValueError, match="z0 must be finite"):
-            block(torch.randn(2, 3), torch.full((2, 3), float("inf")))
+            block(torch.randn(2, 3), z0=torch.full((2, 3), float("inf")))
         with pytest.raises(ValueError, match="SHINE needs the history of Anderson or Broyden"):
             DEQBlock(Linear(), "picard", "shine", compile=True)(torch.randn(2, 3, requires_grad=True))
         with pytest.raises(ValueError, match=r"compile=True serves Picard, Anderson and Broyden, .+ got Mine"):

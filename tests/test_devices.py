@@ -67,7 +67,7 @@ class TestCells:
         names_both(lambda: cell(x.to("meta"), x))
         names_both(lambda: cell(x, x.to("meta")))
         for solver in ("picard", "anderson"):
-            names_both(lambda solver=solver: DEQBlock(cell, solver)(x.to("meta"), x))
+            names_both(lambda solver=solver: DEQBlock(cell, solver)(x.to("meta"), z0=x))
 
     @pytest.mark.parametrize(("name", "weight"), WEIGHTS)
     @pytest.mark.parametrize("training", [True, False])

@@ -441,11 +441,11 @@ def test_a_start_that_is_not_finite_raises_when_a_number_is_read_or_in_a_later_c
     graphed, z0 = blocks("anderson", warn=False)[0], torch.zeros(4, 12)
     z0[2] = torch.inf
     monkeypatch.setattr(Mark, "arrived", False)
-    solution = graphed(inputs(), z0, return_solution=True)[1]
+    solution = graphed(inputs(), z0=z0, return_solution=True)[1]
     assert solution.status.tolist()[2] == deqfast.Status.NONFINITE
     with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 4 rows: 2"):
         _ = solution.evaluations
-    graphed(inputs(), z0)
+    graphed(inputs(), z0=z0)
     graphed(inputs())  # nothing has arrived
     monkeypatch.setattr(Mark, "arrived", True)
     with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 4 rows: 2"):

@@ -159,6 +159,7 @@ CALLS = [
     (started(()), ValueError, "z0 must hold at least one tensor, got an empty structure"),
     (started(torch.tensor(1.0)), ValueError, "z0 must have the batch as its first dimension"),
     (started(Z0.to_sparse()), TypeError, "z0 must be dense"),
+    (lambda: DEQBlock(lambda z, x: z.to_sparse())(Z0), TypeError, "the value of f must be dense"),
     (started(torch.nested.nested_tensor([Z0, Z0[1:]], layout=torch.jagged)), TypeError, "got a nested tensor"),
     (started((Z0, Z0[1:])), ValueError, "(4, 3) on cpu, (3, 3) on"),
     (started(Z0.to("meta")), ValueError, "got tensors on the device meta"),
@@ -172,7 +173,7 @@ CALLS = [
     (valued(torch.zeros(4, 2)), ValueError, "f must return the shape of its argument, (4, 3), got (4, 2)"),
     (valued(torch.zeros(3, 3)), ValueError, "(4, 3), got (3, 3)"),
     (valued((Z0,)), ValueError, "f must return a tensor of shape (4, 3), got tuple"),
-    (lambda: solve(lambda z: {"b": z["a"]}, {"a": Z0}), ValueError, "f must return the structure"),
+    (lambda: solve(lambda z: {"b": z["a"]}, {"a": Z0}), ValueError, "and nothing else"),
     (valued(None), ValueError, "a tensor of shape (4, 3), got None"),
     (
         lambda: solve(lambda z: (Z0, Z0[:, :2]), (Z0, Z0[:, :1])),

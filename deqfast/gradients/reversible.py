@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,8 @@ class Reversible(Iterated):
     which a reversed half-step multiplies rounding by 1 / (1 - r). Source: McCallum et al., arXiv 2509.12917.
 
     Args:
-        steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter.
+        steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter, and at most
+            as many as can be reversed by the factor above: 21 at a relaxation of 0.5.
         relaxation: weight of f in a step, in (0, 0.99]. A value near 1 needs fewer steps, but fewer can be reversed.
 
     Raises:
@@ -59,10 +61,15 @@ class Reversible(Iterated):
             check_count("steps", self.steps)
         check_number("relaxation", self.relaxation, 0.0, 0.99, low_open=True)
 
+    @property
+    def _reversed(self) -> int:
+        """Steps after which rounding has grown by (1 - r)^(-2 steps) to what `_check` allows."""
+        return int(math.log(_LOST / torch.finfo(torch.float64).eps) / (-2 * math.log1p(-self.relaxation)))
+
     def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
         if shards_weights(plan.cell):
             raise RuntimeError("deqfast: Reversible does not support a cell sharded by fully_shard: shard the block")
-        steps = self.steps or max(1, plan.solver.max_iter // 2)
+        steps = self.steps or max(1, min(plan.solver.max_iter // 2, self._reversed))
         run = _Run(plan.cell, self.relaxation, steps, autograd.detached(z), x, plan.groups)
         judge = Judge(packing, plan.solver)
         with outside_exports(torch.no_grad()):

@@ -212,13 +212,13 @@ class Packing:
         """Tensors of f's output; an error if it lacks the structure, shapes or device of z0."""
         first = self.leaves[0]
         alike = self.is_tensor and isinstance(value, Tensor) and value.shape == first.shape
-        if alike and value.device == self.device and _fits(value, first):
+        if alike and value.device == self.device and _fits(value, first) and value.layout is torch.strided:
             return [value]
         try:
             leaves = self.spec.flatten_up_to(value)  # finds the entries of a dict by their keys
         except ValueError:
-            got = pytree.tree_structure(value)
-            raise ValueError(f"f must return the structure of its argument, {self.spec}, got {got}") from None
+            got = f"got {pytree.tree_structure(value)}: it returns the state and nothing else"
+            raise ValueError(f"f must return the structure of its argument, {self.spec}, {got}") from None
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
         expected = [tuple(leaf.shape) for leaf in self.leaves]
         if shapes != expected:
@@ -231,6 +231,7 @@ class Packing:
                 "a block's state starts at zeros like x"
             )
         for leaf, state in zip(leaves, self.leaves, strict=True):
+            check_dense("the value of f", leaf)
             if leaf.device != self.device:
                 raise ValueError(f"f must return tensors on the device of z0, {self.device}, got {leaf.device}")
             if not _fits(leaf, state):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
@@ -38,6 +40,8 @@ class Options(Checked):
     """Options of every model, which adds its own."""
 
     all_arms: ClassVar[tuple[str, ...]] = ()
+    files: ClassVar[tuple[str, ...]] = ("*.txt",)
+    """Patterns of the files that the model reads in a folder `data_root`."""
     device, eager = "cpu", False
 
     seeds: int = option("runs", "seeds of every arm, from 0", 3, minimum=1)
@@ -65,7 +69,18 @@ class Options(Checked):
     def deciding(self) -> dict[str, Any]:
         """Options that decide the outcome of a run."""
         own = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name not in EXECUTION}
-        return own | {"data_root": "absent" if self.data_root is None else "given", "device": self.device}
+        return own | {"data_root": self.digest, "device": self.device}
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the files in `data_root`, so that no run continues with other data; "absent" without one."""
+        if self.data_root is None:
+            return "absent"
+        root, content = Path(self.data_root), hashlib.sha256()
+        paths = [root] if root.is_file() else sorted(path for pattern in self.files for path in root.glob(pattern))
+        for path in filter(Path.is_file, paths):
+            content.update(hashlib.sha256(path.read_bytes()).digest() + os.fsencode(path.name))
+        return f"sha256 {content.hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ REMEDY = "--data-root takes the graphs of Geom-GCN as .npz"
 class Graphs(Training):
     """Options of the model."""
 
-    all_arms = tuple(ARMS)
+    all_arms, files = tuple(ARMS), ("*.npz",)
 
     data: str = option("data", "chains, or one of the graphs in --data-root", "chains", choices=("chains", *GRAPHS))
     width: int = option("model", "features of a node", 16, minimum=1)
@@ -125,7 +125,7 @@ class Network(nn.Module):
         x, solution = (problem.adjacency, injected), None
         if self.arm == "deq":
             z, solution = self.block(
-                x, torch.zeros_like(injected), return_solution=True, groups=problem.groups or problem.graph
+                x, z0=torch.zeros_like(injected), return_solution=True, groups=problem.groups or problem.graph
             )
         elif self.arm == "explicit-compute":
             z = torch.zeros_like(injected)

@@ -43,7 +43,7 @@ STEPS_OF_TWIN = 5
 class Restoration(Training):
     """Options of the model."""
 
-    all_arms = ARMS
+    all_arms, files = ARMS, tuple(f"{folder}/*" for folder in FOLDERS.values())
 
     task: str = option("model", "what is undone", "deblur", choices=("deblur", "inpaint"))
     width: int = option("model", "channels of the denoiser", 32, minimum=1)

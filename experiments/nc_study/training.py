@@ -178,14 +178,15 @@ class Trainer:
                 progress.set_postfix_str(f"epoch {epoch}, loss {shown / max(1, count):.3f}")
         distributed.share_statistics(self.network)
         loss, right, count = distributed.total(sums).tolist()
-        if not math.isfinite(loss):
+        # Weights that are not finite leave out every sample of a DEQ, whose loss is then over none.
+        if not count or not math.isfinite(loss) or not all(p.isfinite().all() for p in self.network.parameters()):
             if not is_first():
                 raise SystemExit(1)
             raise StudyError(f"{DIVERGED} in epoch {epoch}: --lr {settings.lr:g} is too large")
         return {
             "lr": rate,
-            "loss": loss / count if count else None,
-            "train_accuracy": 100 * right / count if count else None,
+            "loss": loss / count,
+            "train_accuracy": 100 * right / count,
             "train_solver": tally.summary(),
         }
 
@@ -306,9 +307,8 @@ def autocast(settings: Settings) -> torch.autocast:
 
 def describe(arm: str, line: Epoch, epochs: int) -> str:
     """Describe a finished epoch in one line."""
-    solver, loss = line.train_solver, line.loss
-    shown = "every sample was left out" if loss is None else f"loss {loss:.3f}"
-    parts = [f"{arm:12} {line.epoch:3}/{epochs}", shown]
+    solver = line.train_solver
+    parts = [f"{arm:12} {line.epoch:3}/{epochs}", f"loss {line.loss:.3f}"]
     if line.overall is not None:
         parts.append(f"test {line.overall:.2f} %")
     if line.minority is not None:

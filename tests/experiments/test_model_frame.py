@@ -64,6 +64,20 @@ def test_a_model_that_makes_its_data_refuses_a_data_root(tmp_path, capsys):
     assert "--data-root elsewhere: lines makes its own data" in capsys.readouterr().err
 
 
+def test_a_run_does_not_go_on_with_other_data(tmp_path, cut_off):
+    data = tmp_path / "lines.txt"
+    data.write_text("1 2 3")
+
+    def run():
+        return Run(train, Line(resume=True, data_root=str(tmp_path)), tmp_path, "cut", 3)
+
+    cut_off(lambda: train(run()))
+    run().check()
+    data.write_text("1 2 4")
+    with pytest.raises(StudyError, match="--data-root sha256 [0-9a-f]{8}, not sha256"):
+        run().check()
+
+
 def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, cut_off):
     whole = train(Run(train, Line(), tmp_path, "whole", 3))
     cut_off(lambda: train(Run(train, Line(), tmp_path, "cut", 3)))

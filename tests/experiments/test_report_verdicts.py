@@ -258,22 +258,27 @@ def test_what_is_expected_alike(interval, p_different, p_equal, verdict):
 
 @pytest.fixture
 def write_parts(tmp_path, monkeypatch):
-    """Write a run of each arm, setting and seed (two) of a part, the DEQ ahead by `gain(setting, seed)`: all groups."""
+    """Write a run of each arm, setting and seed (two) of a part, the DEQ ahead by `gain(setting, seed)`: all groups.
+
+    The seeds of `mechanism` are 10 and 11, those of the other parts 11 and 12.
+    """
     every = tuple(Rate(arm, ratio, 5e-4, 0.01, 50.0) for arm in protocol.NEW_ARMS for ratio in (10, 100))
     monkeypatch.setattr(protocol, "rates", lambda: Rates((), every))
-    kept = {name: tuple(replace(block, seeds=range(10, 12)) for block in protocol.PARTS[name]) for name in JUDGED}
+    kept = {}
     for name in JUDGED:
+        seeds = range(10, 12) if name == "mechanism" else range(11, 13)
+        kept[name] = tuple(replace(block, seeds=seeds) for block in protocol.PARTS[name])
         monkeypatch.setitem(protocol.PARTS, name, kept[name])
 
     def finish(part, gain):
-        for block, seed in product(kept[part], range(10, 12)):
-            for arm in block.arms:
+        for block in kept[part]:
+            for seed, arm in product(block.seeds, block.arms):
                 given = {**arm_options(arm), **block.setting.options, "seed": seed, "lr": 0.01, "device": "cuda"}
                 given |= {"preset": "study", "precision": "bf16", "epochs": 30, **block.options}
                 given |= {"n_majority": 50_000 // block.setting.classes}
                 settings = made_up_settings(block.setting.study, **given)
                 run = RunDirectory(tmp_path / settings.run_name)
-                run.path.mkdir()
+                run.path.mkdir(exist_ok=True)
                 run.conclude(made_up_result(settings, gain(block.setting, seed)))
         return collect([tmp_path]).groups
 
@@ -284,19 +289,21 @@ def test_the_mechanism_is_judged_by_flips_of_signs_and_a_common_variance(write_p
     """Six pairs per claim cannot pass Holm's first level, 2 / 64 * 9; eight of nine claims have the same pairs."""
     mechanism, settings, size = parts(write_parts("mechanism", lambda setting, seed: 2.0 + seed / 100))
     assert (
-        (mechanism.done, mechanism.needed) == (48, 48) and not settings.judged and settings.done == 18 < settings.needed
+        (mechanism.done, mechanism.needed) == (48, 48) and not settings.judged and settings.done == 9 < settings.needed
     )
     assert {judged.claim.name: judged.p for judged in mechanism.judged}["M1"] == 9 * 2 / 64
     assert mechanism.converged == 0 and answer(mechanism) == "It is not shown that a DEQ helps under imbalance."
-    assert answer(settings).startswith("No verdict: 18 of the 120 runs") and not size.judged
+    assert answer(settings).startswith("No verdict: 9 of the 120 runs") and not size.judged
 
 
 def test_all_settings_are_judged_by_their_means_and_the_slope_in_log_r(write_parts):
-    """The DEQ's gain is 1 point at R = 10 and rises by 3 points per decade, more or less by the seed."""
+    """The DEQ's gain is 1 point at R = 10 and rises by 3 points per decade, more or less by the seed. The part before
+    has runs of the same group, with another gain."""
 
     def gain(setting, seed):
-        return 1.0 + (seed - 10.5) / 10 + 3 * math.log10((setting.ratio or 10) / 10)
+        return 1.0 + (seed - 11.5) / 10 + 3 * math.log10((setting.ratio or 10) / 10)
 
+    write_parts("mechanism", lambda setting, seed: -8.0)
     _, settings, _ = parts(write_parts("settings", gain))
     s1, s3 = (judged for judged in settings.judged if judged.claim.name in ("S1", "S3"))
     assert s1.verdict == s3.verdict == SUPPORTED
@@ -320,7 +327,12 @@ def test_a_deq_helps_only_if_it_beats_all_three(words, said):
 
 @pytest.mark.parametrize(("overall", "said"), [(83.75, "is not the paper's"), (93.75, "is the paper's")])
 def test_the_printed_rate_is_the_papers_from_90_percent_on(made_up, overall, said):
-    path = made_up("p", study="cifar_balanced", preset="paper", model="explicit", seed=10, epochs=4, device="cuda")
+    printed = {"study": "cifar_balanced", "preset": "paper", "model": "explicit", "seed": 10, "device": "cuda"}
+    printed |= {"epochs": 100, "n_majority": 5000, "test_images": 10_000}
+    for name, other in {"rate": {"lr": 0.1}, "seed": {"seed": 3}, "bounds": {"e_w": 0.01, "e_h": 0.01}}.items():
+        path = made_up(name, **printed | other)
+    assert printed_rate(collect([path.parent]).groups).startswith("Not run")
+    path = made_up("p", **printed)
     run = RunDirectory(path)
     network = run.result.network
     accuracy = replace(network.accuracy, overall=replace(network.accuracy.overall, mean=overall))

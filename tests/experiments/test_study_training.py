@@ -56,9 +56,8 @@ def test_without_a_usable_sample_no_step_is_taken(monkeypatch):
     momenta = [run.optimizer.state[parameter]["momentum_buffer"] for parameter in run.network.parameters()]
     assert any(momentum.any() for momentum in momenta)
     before = [tensor.clone() for tensor in (*run.network.parameters(), *momenta)]
-    line, _ = run.run_epoch(2, tqdm(disable=True))
-    assert line.loss is None and line.train_accuracy is None
-    assert line.train_solver.skipped == len(run.data.train_images)
+    with pytest.raises(StudyError, match="no longer finite in epoch 2"):  # the mean over no sample
+        run.train_epoch(2, tqdm(disable=True))
     assert all(torch.equal(a, b) for a, b in zip((*run.network.parameters(), *momenta), before, strict=True))
     assert len(run.infer("test").predictions) == 20  # evaluation leaves nothing out
 
@@ -87,6 +86,16 @@ def test_a_loss_that_explodes_is_an_error_with_advice():
     run = trainer("explicit", lr=1e30, schedule="constant")
     with pytest.raises(StudyError, match="no longer finite in epoch 1: --lr 1e\\+30 is too large"):
         run.train_epoch(1, tqdm(disable=True))
+
+
+def test_weights_that_are_not_finite_are_an_error_at_a_finite_loss(monkeypatch):
+    """As after the last step of an epoch, whose loss is the one before it."""
+    run = trainer()
+    monkeypatch.setattr(run, "train_step", lambda *_: torch.ones(3, dtype=torch.float64))
+    run.train_epoch(1, tqdm(disable=True))
+    next(run.network.last.parameters()).data.fill_(math.nan)
+    with pytest.raises(StudyError, match="no longer finite in epoch 2"):
+        run.train_epoch(2, tqdm(disable=True))
 
 
 def test_learning_rates():

@@ -96,12 +96,12 @@ def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
 
 def printed_rate(groups: Sequence[Group]) -> str:
     """Say whether the printed rate is the paper's, by the protocol's rule for its recipe at width 64."""
-    balanced = PRINTED[0].setting
+    block = PRINTED[0]
     for group in groups:
         experiment = group.experiment
-        values = experiment.preset, experiment.device, experiment.width, experiment.e_w, experiment.e_h
-        if values == ("paper", "cuda", 64, None, None):
-            for network in group.networks(balanced, "explicit").values():
+        as_printed = experiment.preset == block.options["preset"] and not experiment.departures.keys() - {"precision"}
+        for seed in block.seeds if as_printed and experiment.device == "cuda" else ():
+            if network := group.networks(block.setting, *block.arms).get(seed):
                 reached = network.accuracy.overall.mean
                 word = "not " if reached < PRINTED_LEAST else ""
                 return f"{reached:.2f} % on balanced classes: the printed rate is {word}the paper's."

@@ -139,16 +139,16 @@ def judge(expected: str, measured: Estimate, p_different: float, p_equal: float,
     return SUPPORTED if (measured.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
+def paired(group: Group, claim: Claim, block: Block, quantity: str) -> dict[int, float]:
+    """Differences by seed, arm less control, of the block's seeds that both have finished. A group may have others, of
+    another part of the protocol."""
+    every = group.differences(block.setting, claim.arm, claim.control, quantity)
+    return {seed: difference for seed, difference in every.items() if seed in block.seeds}
+
+
 def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[list[float]]:
-    """The paired differences of each setting, arm less control, of the seeds that both have finished."""
-    return [
-        [
-            difference
-            for seed, difference in group.differences(block.setting, claim.arm, claim.control, claim.quantity).items()
-            if seed in block.seeds
-        ]
-        for block in blocks
-    ]
+    """The paired differences of each setting."""
+    return [[*paired(group, claim, block, claim.quantity).values()] for block in blocks]
 
 
 def progress(group: Group | None) -> tuple[int, int]:
@@ -295,10 +295,7 @@ def _claimed(
     """Differences of a claim by setting, as `judged` takes them. For the part of all settings, the units that its signs
     flip: a long-tailed setting's mean, or a slope in log10 R of a data set, a division and a seed."""
     quantity = "overall" if claim.quantity == "slope" else claim.quantity
-    by_setting = {
-        block.setting: own[block.setting.dataset, width].differences(block.setting, claim.arm, claim.control, quantity)
-        for block in blocks
-    }
+    by_setting = {block.setting: paired(own[block.setting.dataset, width], claim, block, quantity) for block in blocks}
     if claim in SETTINGS_CLAIMS:
         by_setting = {setting: seeds for setting, seeds in by_setting.items() if setting.ratio}
         if quantity == claim.quantity:
