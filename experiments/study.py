@@ -57,7 +57,9 @@ class StudyOptions(Checked):
     jobs: int = option("how they are run", "parallel runs, each on the next GPU", 1, minimum=1)
     processes: int = option("how they are run", "processes, and GPUs, per run", 1, minimum=1)
     spread: bool = option(
-        "how they are run", "under torchrun: every process takes its share of the runs, without a report", False
+        "how they are run",
+        "under torchrun: every process takes its share of the runs, without a report or rates",
+        False,
     )
     dry_run: bool = option("how they are run", "print the runs and their progress, and stop", False)
     no_report: bool = option("how they are run", "do not write OUT/report at the end", False)
@@ -165,9 +167,12 @@ def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     first_slot = int(os.environ.get("LOCAL_RANK", 0)) * options.jobs
     failed = run_all(possible, options.jobs, first_slot) | conflicts
     status = tell_failed("study.py", failed)
-    if options.protocol == "rates":
+    if options.spread:
+        if options.protocol == "rates":  # a process knows only its share
+            print("no rates are chosen: afterwards run it without torchrun and --spread, which keeps finished trials")
+    elif options.protocol == "rates":
         conclude_trials(tasks, failed)
-    elif not (options.no_report or options.spread) and any(task.finished for task in tasks):
+    elif not options.no_report and any(task.finished for task in tasks):
         from nc_study.reporting import report  # late: it draws figures, and the runs need none
 
         print(f"report: {report.write(report.collect([out]), out / 'report')}")

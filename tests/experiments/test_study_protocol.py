@@ -111,6 +111,15 @@ def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeyp
     assert [trial.overall is None for trial in rates.trials] == [True, False] and [
         trial.lr for trial in rates.chosen
     ] == [0.1]
+    (tmp_path / "rates.json").unlink()
+    monkeypatch.setattr(script, "launched", lambda: True)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(script, "run_all", lambda *_: {})
+    assert script.main(["--protocol", "rates", "--spread", "--out", str(tmp_path / "runs")]) == 0
+    assert not (tmp_path / "rates.json").exists() and "without torchrun and --spread" in capsys.readouterr().out
+    monkeypatch.setattr(script, "launched", lambda: False)
+    monkeypatch.setattr(script, "run_all", run_all)
     whole = to_json(replace(rates, trials=(*rates.trials, rates.trials[0])))
     (tmp_path / "rates.json").write_bytes(whole)
     script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")])
