@@ -24,6 +24,7 @@ from .config import Settings
 from .shapes import draw_shapes
 
 PAD = 4
+ROUNDING = 1e-12  # relative, of a power
 NETWORK_SECONDS = 10.0
 DAY_SECONDS = 86400.0  # no download takes that long
 CHANNELS = {
@@ -109,10 +110,12 @@ def crop_and_flip(images: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
 
 def class_sizes(settings: Settings) -> list[int]:
     """Training images of each class: n_A for the first classes and n_A / R for the rest, or n_A for all. With the
-    imbalance `exp`, n_A R^(-k / (K - 1)) for k = 0 .. K - 1, at least 1."""
+    imbalance `exp`, n_A R^(-k / (K - 1)) for k = 0 .. K - 1, rounded down, at least 1."""
     if settings.imbalance == "exp":
-        last, ratio = settings.classes - 1, 1 / (settings.ratio or 1)
-        return [max(1, int(settings.n_majority * ratio ** (label / last))) for label in range(settings.classes)]
+        shares = np.arange(settings.classes) / (settings.classes - 1)
+        exact = settings.n_majority / np.float64(settings.ratio or 1) ** shares
+        whole = np.floor(exact * (1 + ROUNDING))  # a power that is a whole number may be rounded to less
+        return [int(size) for size in whole.clip(min=1)]
     majority, minority = settings.setting.majority_classes, settings.n_majority // (settings.ratio or 1)
     return [settings.n_majority] * majority + [minority] * (settings.classes - majority)
 
@@ -162,8 +165,7 @@ def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
     held_out = each if settings.evaluate == "validation" else 0
     drawn = np.repeat(np.arange(classes), np.array(sizes) + held_out)
     train = source.train or draw_shapes(drawn, classes, seed=0)
-    scaled = train[0].reshape(-1, 3).astype(np.float64) / 255
-    mean, std = CHANNELS.get(source.name) or (scaled.mean(axis=0), scaled.std(axis=0))
+    mean, std = CHANNELS.get(source.name) or _channels(train[0])
     trained, validated = select_images(train[1], sizes, held_out)
     if held_out:
         chosen = {"train": (train, trained), "test": (train, validated)}
@@ -182,6 +184,12 @@ def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
         augmented=not settings.no_augmentation,
         **splits,
     )
+
+
+def _channels(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of each channel."""
+    scaled = images.reshape(-1, 3).astype(np.float64) / 255
+    return scaled.mean(axis=0), scaled.std(axis=0)
 
 
 def _first_of_each(labels: np.ndarray, settings: Settings) -> np.ndarray:

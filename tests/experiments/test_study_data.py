@@ -47,6 +47,18 @@ def test_the_long_tail_is_ldams(classes, most, ratio):
     assert class_sizes(settings_from("cifar_lt", dataset=f"cifar{classes}", **given)) == expected
 
 
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
+def test_the_long_tail_ends_at_its_ratio(dataset):
+    """Where R divides n_A the last class has n_A / R images, although the power is rounded."""
+    for ratio in range(2, 501):
+        most = 5000 // ratio * ratio
+        settings = settings_from(
+            "cifar_lt", dataset=dataset, device="cpu", imbalance="exp", ratio=ratio, n_majority=most
+        )
+        sizes = class_sizes(settings)
+        assert (sizes[0], sizes[-1]) == (most, most // ratio) and sizes == sorted(sizes, reverse=True)
+
+
 @pytest.mark.parametrize("source", ["files", "drawn"])
 def test_validation_images_are_training_images_that_are_not_trained_on(source):
     given = {"dataset": "cifar10", "device": "cpu", "n_majority": 20, "ratio": 4, "test_images": 50}
@@ -125,6 +137,7 @@ def test_cifar_files_are_read(name, dataset, classes, tmp_path, monkeypatch):
     labels = write_cifar(tmp_path, dataset, per_class=4, monkeypatch=monkeypatch)
     source = find_source(name, tmp_path)
     assert (source.name, source.reason) == (name, "")
+    monkeypatch.setattr(data, "_channels", lambda _: pytest.fail("the channels are known"))
     given = {"n_majority": 4, "ratio": 2, "majority": 3, "test_images": 2 * classes, "device": "cpu"}
     settings = settings_from("cifar_lt", dataset=name, **given)
     study = load(source, settings, CPU)
