@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
         f"{__doc__}\nThe groups from study to machine are options of cifar_lt.py, for every run.", examples, usage
     )
     add_options(parser, StudyOptions)
-    without = (*IMBALANCE, "seed", "dataset", "resume", "model", "adjoint")
+    without = (*IMBALANCE, "seed", "dataset", "resume", "model", "cells", "adjoint")
     add_options(parser, Settings, without, shown_presets())
     given = vars(parser.parse(argv))
     try:

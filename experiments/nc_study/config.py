@@ -308,6 +308,8 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
     given = vars(parser.parse(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
         parser.error(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
+    if "cells" in given and given.get("model", "both") not in CELLS:
+        parser.error(f"--cells {given['cells']}: only for --model {' and '.join(CELLS)}")
     if given.get("model") == ONCE:
         parser.error(NOT_RUNNABLE)
     try:

@@ -95,4 +95,9 @@ def test_errors_are_named_in_a_line(made_up, tmp_path, capsys):
     for name, reason in (("absent", "{}: no such folder"), ("empty", "no runs under {}")):
         assert run_script("report.py", str(tmp_path / name)) == 1
         assert capsys.readouterr() == ("", f"report.py: error: {reason.format(tmp_path / name)}\n")
+    (tmp_path / "empty" / "result.json").touch()
+    for folder, reason in ((tmp_path / "runs", "cifar10, (3,7) R = 10 needs two seeds"), ("empty", "no finished run")):
+        assert run_script("report.py", str(tmp_path / folder), "--power") == 1
+        out, err = capsys.readouterr()
+        assert not out and err.startswith(f"report.py: error: --power: {reason}") and err.count("\n") == 1
     assert run_script("report.py") == 2

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from runs.options import StudyError
 from tabulate import tabulate
 
 from ..protocol import MECHANISM, MECHANISM_CLAIMS, PRIMARY
@@ -27,6 +28,8 @@ def deviations(group: Group, quantity: str) -> list[float]:
     variances = {}
     for block in PRIMARY:
         pairs = [group.differences(block.setting, "deq-implicit", control, quantity) for control in CONTROLS]
+        if min(map(len, pairs)) < 2:
+            raise StudyError(f"--power: {block.setting} needs two seeds of deq-implicit, {' and '.join(CONTROLS)}")
         variances[block.setting] = max(statistics.variance(pair.values()) for pair in pairs)
     common = statistics.fmean(value for setting, value in variances.items() if setting.ratio == 100)
     return [(common if block.setting.ratio == 100 else variances[block.setting]) ** 0.5 for block in MECHANISM]
@@ -56,7 +59,9 @@ def detectable(spread: Sequence[float], alpha: float) -> float:
 
 def show(roots: Sequence[Path]) -> int:
     """Print a table, a row for each quantity of a claim, from the records of recipe B; 0."""
-    (group, *_) = collect(roots).groups
+    group = next(iter(collect(roots).groups), None)
+    if group is None:
+        raise StudyError(f"--power: no finished run under {', '.join(map(str, roots))}")
     rows, first = [], ALPHA / len(MECHANISM_CLAIMS)
     for quantity in dict.fromkeys(claim.quantity for claim in MECHANISM_CLAIMS):
         spread = deviations(group, quantity)
