@@ -73,8 +73,9 @@ def study_figure(
             for arm, seeds in curves.items():
                 _plot_seeds(axis, arm, seeds, name)
             axis.set_ylabel(label)
-        others[0].set_yscale("log")
-        style.decimal(others[0].yaxis)
+        if any((line.get_ydata() > 0).any() for line in others[0].lines):  # a logarithmic axis needs data
+            others[0].set_yscale("log")
+            style.decimal(others[0].yaxis)
     for axis in axes[-1]:
         axis.set_xlabel("epoch")
         axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))

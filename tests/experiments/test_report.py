@@ -5,8 +5,10 @@ import math
 import re
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pytest
 from nc_study.config import Setting
+from nc_study.figures import course, study_figure
 from nc_study.reporting.document import Source, markdown_table, to_html
 from nc_study.reporting.report import write
 from nc_study.reporting.runs import collect
@@ -59,6 +61,15 @@ def test_a_difference_is_of_the_same_seed_and_group_and_of_nc1_a_ratio(made_up):
     group = collect([root]).groups[0]
     assert group.differences(SETTING, "explicit", "deq-jfb", "nc2") == pytest.approx({0: 0.2})
     assert group.differences(SETTING, "deq-jfb", "explicit", "nc1")[1] == pytest.approx(math.log(0.5))
+
+
+def test_a_course_is_drawn_without_any_nc1(made_up):
+    result = RunDirectory(made_up()).result
+    without = {**result.network.curves, "nc1": [None] * result.settings.epochs}
+    assert course([replace(result, network=replace(result.network, curves=without))]).startswith(b"\x89PNG")
+    figure = study_figure({"": {result.arm: [result.network.curves]}})
+    assert [axis.get_yscale() for axis in figure.axes] == ["linear", "linear", "log", "linear", "linear"]
+    plt.close(figure)
 
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'
