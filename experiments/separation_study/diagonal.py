@@ -222,10 +222,9 @@ def section(sizes: Sizes, results: Results) -> Section:
     descents = [descent for result in results.values() for descent in result.descents]
     worst = "Largest values over problems and seeds"
     same = f"{worst}, from β(0) = 1, at one time of the flow."
-    tables = [
-        Table("Limits of gradient flow", DERIVED, _flow_rows(flows), f"{worst}."),
-        Table("Gradient descent through deqfast", DERIVED, _descent_rows(descents), same),
-    ]
+    tables = [Table("Limits of gradient flow", DERIVED, _flow_rows(flows), f"{worst}.")]
+    if descents:
+        tables.append(Table("Gradient descent through deqfast", DERIVED, _descent_rows(descents), same))
     claims = [*_limit_claims(results, flows), _denser(sizes, results, flows), *_tends(results)]
     return Section(notes("diagonal"), claims, tables, [_picture(sizes, flows)])
 

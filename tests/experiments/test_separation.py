@@ -222,14 +222,16 @@ def test_features_are_those_of_the_network_and_their_density_is_known():
 
 @pytest.mark.parametrize(("name", "task"), [("steep", "d12-uniform"), ("sawtooth", "k1"), ("diagonal", "d20-n8")])
 def test_claims_name_the_seeds_and_dimensions_that_were_measured(name, task, tmp_path):
-    """And a claim without units is left out: only the first problem of `diagonal` has descents."""
+    """And a claim and a table without units are left out: only the first problem of `diagonal` has descents."""
     whole = Path(separation.__file__).parent / "results/separation/full" / name
     (tmp_path / name).mkdir()
     for seed in range(2):
         shutil.copy(whole / f"{task}-seed{seed}.json", tmp_path / name)
     again = frame.recorded(tmp_path, "full", separation.EXPERIMENTS[name])
     results = {job.unit: job.record.result for job in frame.jobs_of(tmp_path, again, "full") if job.finished}
-    claims = again.section(again.sizes["full"], results).claims
+    section = again.section(again.sizes["full"], results)
+    claims = section.claims
+    assert all(table.rows for table in section.tables)
     assert {claim.seeds for claim in claims} == {2} and not any("2^-20" in claim.reason for claim in claims)
     assert claims[0].reason.endswith("at δ = 2^-d for d = 12") == (name == "steep")
 
