@@ -409,17 +409,18 @@ def draw(records: Sequence[Record]) -> Figure:
         "stretched": "stretched molecules (Fock matrix)",
         "chains": "long chains (charges)",
     }
-    figure, (axes,) = style.panels(1, len(SETS), 2.8, sharey=True)
+    figure = style.page(7, style.NARROW)
+    axes = figure.subplots(len(SETS), 1, sharex=True, sharey=True)
     for axis, name in zip(axes, SETS, strict=True):
         for record in first:
             own = record.shown[name]
-            hook = "hook: commutator" if name != "chains" else "hook: preconditioner"
+            hook = f"mixing_fn: {'commutator' if name != 'chains' else 'preconditioner'}"
             label = {"plain": f"plain, damping {own['damping']:g}", "hook": hook}.get(record.arm, record.arm)
             steps = range(1, len(own["residual"]) + 1)
             axis.semilogy(steps, own["residual"], label=label, color=style.look(record.arm)["color"])
-        axis.set(title=titles[name], xlabel="evaluations of the field", xlim=(0, 60))
-        axis.legend(fontsize="small")
-    axes[0].set_ylabel("|f(z) - z| in eV, median")
+        axis.set(title=titles[name], ylabel="|f(z) - z|, eV", xlim=(0, 60))
+        axis.legend()
+    axes[-1].set_xlabel("evaluations of the field, median molecule")
     return figure
 
 
