@@ -31,15 +31,16 @@ def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
     def contender(provider: str, device: str) -> Contender:
         setup = Setup(layer, "auto", device)
         block = deqfast.DEQBlock(setup.cell, solver, ADJOINTS[provider])
+        function = block_layer(block)
 
         def step() -> Any:
-            return setup.step(block_layer(block))
+            return setup.step(function)
 
         reached, exact = flat(step()[0]), exact_gradient(layer)[0]
         cosine = float(reached @ exact / reached.norm() / exact.norm())
         check("distance of the gradient's cosine from 1", 1 - cosine, 0.5)
         facts = {"error": float((reached - exact).norm() / exact.norm()), "cosine": cosine}
-        facts |= {"peak_bytes": memory(step, device)[1], "evaluations": setup.calls(block_layer(block))}
+        facts |= {"peak_bytes": memory(step, device)[1], "evaluations": setup.calls(function)}
         if block.backward_solution is not None:
             facts["backward_evaluations"] = block.backward_solution.evaluations
         return Contender(step, facts)
