@@ -292,7 +292,7 @@ def draw(records: Sequence[Record]) -> Figure:
             starts = range(0, len(runs[0]["evaluations"]), size)
             means = [[fmean(run["evaluations"][k : k + size]) for k in starts] for run in runs]
             style.band(axes["used"], [k + size // 2 for k in starts], means, **look)
-    axes["loss"].set(xlabel="step", ylabel="nats per character", title="loss on validation text")
+    axes["loss"].set(xlabel="step", ylabel="nats per character", title="loss on the beginning of the validation text")
     axes["used"].set(xlabel="step", ylabel="evaluations", title="solves of the DEQ in training")
     if shown := next((record.shown for record in records if record.arm == "deq"), None):
         draw_passage(axes["passage"], shown["passage"], shown["residuals"])

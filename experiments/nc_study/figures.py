@@ -179,28 +179,43 @@ def _pairs(axis: Axes, panel: Panel) -> None:
     axis.grid(False, axis="y")
 
 
-def features_figure(
+def cosines_figure(features: Mapping[str, tuple[np.ndarray, np.ndarray]], majority: int, heading: str) -> Figure:
+    """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: cosines of all pairs.
+
+    Above of the features themselves, below of features less the mean of the class means. `majority`: how many of the
+    first classes are the majority.
+    """
+    figure = style.page(3.5, max(style.NARROW, 1.15 * len(features)))
+    axes = figure.subplots(2, len(features), squeeze=False)
+    figure.suptitle(heading, fontweight="bold")
+    for column, (arm, (points, labels)) in zip(axes.T, features.items(), strict=True):
+        column[0].set_title(LABELS[arm].replace(", ", ",\n"))
+        border = np.searchsorted(labels, majority) - 0.5
+        centre = np.mean([points[labels == label].mean(0) for label in np.unique(labels)], axis=0)
+        for axis, shifted in zip(column, (points, points - centre), strict=True):
+            picture = _gram(axis, shifted, border)
+    axes[0, 0].set_ylabel("as the paper\nprints them")
+    axes[1, 0].set_ylabel("class means\ncentred")
+    figure.colorbar(picture, ax=axes, location="bottom", aspect=40, label="cosine of two images' features")
+    return figure
+
+
+def embeddings_figure(
     features: Mapping[str, tuple[np.ndarray, np.ndarray]], names: Sequence[str], majority: int, heading: str
 ) -> Figure:
-    """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: a t-SNE, and two Gram
-    matrices of features at unit length. The second one is of features less the mean of the class means.
-
-    `names`: of the classes, or of their tenths; `majority`: how many of the first classes are the majority.
-    """
-    figure, axes = style.panels(3, len(features), height=2.3)
+    """Draw a t-SNE of each network's features (N, D) with labels (N,). `names`: of the classes, or of their tenths;
+    `majority`: how many of the first classes are the majority."""
+    rows = -(-len(features) // 2)
+    figure = style.page(2.3 * rows + 1.1, style.NARROW)
+    axes = figure.subplots(rows, 2, squeeze=False).flat
     figure.suptitle(heading, fontweight="bold")
-    for (above, *below), (arm, (points, labels)) in zip(axes.T, features.items(), strict=True):
-        above.set_title(LABELS[arm])
+    for (arm, (points, labels)), axis in zip(features.items(), axes, strict=False):
+        axis.set_title(LABELS[arm])
         classes = int(labels.max()) + 1
-        border = np.searchsorted(labels, majority) - 0.5
-        _embedding(above, points, labels * 10 // classes, majority * 10 // classes, names)
-        centre = np.mean([points[labels == label].mean(0) for label in np.unique(labels)], axis=0)
-        for axis, shifted in zip(below, (points, points - centre), strict=True):
-            picture = _gram(axis, shifted, border)
-    axes[1, 0].set_ylabel("image, by class")
-    axes[2, 0].set_ylabel("centred,\nimage, by class")
-    figure.colorbar(picture, ax=axes[1:], label="cosine of two features")
-    style.legend(figure, 5, handletextpad=0, markerscale=1.6)
+        _embedding(axis, points, labels * 10 // classes, majority * 10 // classes, names)
+    for axis in axes:  # the last one of an odd number
+        axis.set_axis_off()
+    style.legend(figure, 4, handletextpad=0, markerscale=1.6)
     return figure
 
 
@@ -213,7 +228,7 @@ def _gram(axis: Axes, points: np.ndarray, border: float) -> AxesImage:
     axis.axhline(border, color="black", lw=1)
     axis.axvline(border, color="black", lw=1)
     style.bare(axis)
-    axis.set(xlabel="image, by class")
+    axis.set(xticks=[], yticks=[])
     return picture
 
 

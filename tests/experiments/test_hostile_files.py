@@ -106,7 +106,7 @@ def test_a_report_leaves_out_the_runs_with_damaged_files_and_names_them(made_up,
     for entry in runs.rejected:
         assert entry.state == "unreadable" and str(entry.folder) in entry.reason and "\n" not in entry.reason
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nc_study.figures.features_figure", lambda *_: None)
+        patch.setattr("nc_study.figures.embeddings_figure", lambda *_: None)
         patch.setattr("nc_study.reporting.report.png", lambda _: b"")
         assert run_script("report.py", str(whole.parent), "--out", str(tmp_path / "report")) == 0
     assert capsys.readouterr().out.count("unreadable: ") == len(damages)

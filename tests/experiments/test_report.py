@@ -89,7 +89,7 @@ def test_tables_escape_what_they_hold_and_align_numbers():
 @pytest.mark.tier("full")
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(EXPERIMENTS.parent)
-    monkeypatch.setattr("nc_study.figures.features_figure", lambda *_: "a t-SNE takes seconds")
+    monkeypatch.setattr("nc_study.figures.embeddings_figure", lambda *_: "a t-SNE takes seconds")
     monkeypatch.setattr("nc_study.reporting.report.png", lambda figure: b"as does drawing")
     assert run_script("report.py", "experiments/results/protocol", "--out", str(tmp_path)) == 0
     assert f"markdown: {tmp_path / 'report.md'}\n" in capsys.readouterr().out

@@ -91,7 +91,7 @@ def _course(group: Group) -> Figure:
 
 
 def _features(group: Group, setting: Setting) -> Iterator[Picture]:
-    """Draw t-SNE and Gram matrix of the arms of the first seed that left its features."""
+    """Draw cosines and t-SNE of the arms of the first seed that left its features."""
     left: dict[int, dict[str, Run]] = {}
     for arm in ARMS:
         for seed, run in group.runs.get((setting, arm), {}).items():
@@ -101,8 +101,9 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
         features = {arm: run.features() for arm, run in left[min(left)].items()}
         heading = f"{setting}; {group.experiment.preset} preset"
         names = NAMES if setting.dataset == "cifar10" else [f"tenth {number} of the classes" for number in range(1, 11)]
-        figure = figures.features_figure(features, names, setting.majority_classes, heading)
-        title = (
-            f"{'Fig. 2' if setting.slug == 'k3-r10' else 'As Fig. 2'}: features, {setting.imbalance}, seed {min(left)}"
-        )
-        yield Picture(f"{setting.slug}-features", title, figure)
+        place = f"{'Fig. 2' if setting.slug == 'k3-r10' else 'As Fig. 2'}: "
+        which = f" of features, {setting.imbalance}, seed {min(left)}"
+        cosines = figures.cosines_figure(features, setting.majority_classes, heading)
+        yield Picture(f"{setting.slug}-cosines", f"{place}cosines{which}", cosines)
+        embeddings = figures.embeddings_figure(features, names, setting.majority_classes, heading)
+        yield Picture(f"{setting.slug}-embeddings", f"{place}t-SNE{which}", embeddings)
