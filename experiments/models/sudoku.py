@@ -23,14 +23,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from runs.files import write_atomically
 from runs.options import SettingsError, option
 from torch import Tensor, nn
 
 import deqfast
 
 from .frame import Example, Outcome, Run, Training, differentiate
-from .sudoku_figure import ARMS, animation, draw, film
+from .sudoku_figure import ARMS, draw, film
 from .sudoku_puzzles import BOXES, FEWEST, encode, generate, read_folder, tensors
 
 USUAL = {4: 5, 6: 10, 9: 28}
@@ -227,8 +226,6 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
         scores["evaluations a solve"] = iterations.mean().item()
         scores["residual tells right from wrong, AUC"] = auc(residual.flatten(), boards.flatten())
         scores[f"least residual of {starts}, %"], scores[f"best of {starts}, %"] = shown["starts"][-1][::-1]
-        if run.arm == "deq":
-            write_atomically(run.path.with_suffix(".gif"), animation(shown["film"]))
     empty = (clues == 0).repeat_interleave(starts, 0)
     scores |= {"boards, any start, %": percent(boards), "empty cells, any start, %": percent(right[empty])}
     if len(sets) > 1:

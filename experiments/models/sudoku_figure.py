@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from matplotlib import font_manager
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw, ImageFont
 from runs import style
 from torch import Tensor
 
@@ -23,7 +22,7 @@ ARMS = {  # names in figures
     "explicit-parameters": "trained with ten unrolled steps",
     "explicit-compute": "ten separate blocks",
 }
-DARK, GREY, LINE, RIGHT, WRONG = (40, 44, 58), (233, 233, 236), (190, 194, 204), (64, 132, 214), (222, 62, 56)
+DARK, GREY, RIGHT, WRONG = (0.16, 0.17, 0.23), (0.91, 0.91, 0.93), (0.25, 0.52, 0.84), (0.87, 0.24, 0.22)
 
 
 def film(solver: deqfast.DEQBlock, x: Tensor, clues: Tensor, digits: Tensor) -> dict[str, Any]:
@@ -47,51 +46,20 @@ def progress(film: dict[str, Any], k: int) -> str:
     return f"evaluation {k}:  {right} of {film['clues'].count(0)} cells right"
 
 
-def picture(film: dict[str, Any], k: int, side: int = 340) -> Image.Image:
-    """The board after k evaluations: clues grey, right cells blue, wrong ones red; paler means less confident."""
-    size, scale = round(len(film["clues"]) ** 0.5), 2
+def board(axis: Axes, film: dict[str, Any], k: int) -> None:
+    """Draw the board after k evaluations: clues grey, right cells blue, wrong ones red; paler means less confident."""
+    size = round(len(film["clues"]) ** 0.5)
     height, width = BOXES[size]
-    cell, foot = scale * side / size, scale * 44
-    board = Image.new("RGB", (scale * side + 1, scale * side + foot), "white")
-    draw = ImageDraw.Draw(board)
-    path = font_manager.findfont("DejaVu Sans")
-    font, small = ImageFont.truetype(path, int(cell * 0.56)), ImageFont.truetype(path, scale * 17)
-    digits, sure = film["frames"][k]
-    for place, (clue, digit, true) in enumerate(zip(film["clues"], digits, film["digits"], strict=True)):
-        row, column = divmod(place, size)
-        shade = max(0.0, (sure[place] - 1 / size) / (1 - 1 / size))
-        hue = RIGHT if digit == true else WRONG
-        fill = GREY if clue else tuple(round(255 - (255 - c) * (0.06 + 0.62 * shade)) for c in hue)
-        draw.rectangle((column * cell, row * cell, (column + 1) * cell, (row + 1) * cell), fill)
-        ink = (
-            DARK
-            if clue
-            else tuple(round(b + min(1, 2 * shade) * (0.35 * c - b)) for b, c in zip(fill, hue, strict=True))
-        )
-        draw.text(((column + 0.5) * cell, (row + 0.5) * cell), str(clue or digit), ink, font, anchor="mm")
-    for line in range(size + 1):
-        for thick, ends in (
-            (line % height == 0, (0, line * cell, size * cell, line * cell)),
-            (line % width == 0, (line * cell, 0, line * cell, size * cell)),
-        ):
-            draw.line(ends, DARK if thick else LINE, 3 * scale if thick else scale)
-    draw.text((scale * side / 2, scale * side + foot / 2), progress(film, k), DARK, small, anchor="mm")
-    return board.resize((side, side + foot // scale), Image.Resampling.LANCZOS)
-
-
-def animation(film: dict[str, Any]) -> bytes:
-    """GIF of at most 25 evaluations: each one, or every second, third, ... one; the last frame stays."""
-    last = len(film["frames"]) - 1
-    frames = [picture(film, k) for k in [*range(0, last, 1 + last // 25), last]]
-    shown = Image.new("RGB", (frames[0].width, sum(frame.height for frame in frames)))
-    for k, frame in enumerate(frames):
-        shown.paste(frame, (0, k * frame.height))
-    palette = shown.quantize(32)  # one palette for all frames, so that the file of a frame holds only its changes
-    frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    times = [800, *[250] * len(frames)][: len(frames) - 1] + [3000]
-    content = io.BytesIO()
-    frames[0].save(content, "GIF", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
-    return content.getvalue()
+    digits, sure = map(np.array, film["frames"][k])
+    given, right = (np.array(film["clues"]) > 0)[:, None], (digits == film["digits"])[:, None]
+    shade = 0.06 + 0.62 * np.clip((sure[:, None] - 1 / size) / (1 - 1 / size), 0, 1)
+    fill = np.where(given, GREY, 1 - shade * (1 - np.where(right, RIGHT, WRONG)))
+    axis.imshow(fill.reshape(size, size, 3), extent=(0, size, size, 0))
+    for place, digit in enumerate(digits):
+        axis.text(place % size + 0.5, place // size + 0.5, digit, ha="center", va="center", color=DARK)
+    axis.hlines(range(0, size + 1, height), 0, size, DARK)
+    axis.vlines(range(0, size + 1, width), 0, size, DARK)
+    axis.set_axis_off()
 
 
 def draw(records: Sequence[Record]) -> Figure:
@@ -124,8 +92,6 @@ def draw(records: Sequence[Record]) -> Figure:
         below.suptitle("a board while it is solved: right cells blue, wrong ones red")
         last = len(films[0]["frames"]) - 1
         for axis, k in zip(below.subplots(1, 3), (0, last // 2, last), strict=True):
-            board = picture(films[0], k)
-            axis.imshow(board.crop((0, 0, board.width, board.width)))
+            board(axis, films[0], k)
             axis.set_title(progress(films[0], k).replace(":  ", ":\n"), fontsize="small")
-            axis.axis("off")
     return figure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from runs.options import SettingsError
@@ -11,6 +11,7 @@ from runs.provenance import multiplies_bf16
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import convert_conv2d_weight_memory_format
+from torch.utils.flop_counter import FlopCounterMode
 
 import deqfast
 from deqfast import ops
@@ -175,31 +176,18 @@ def count_parameters(network: nn.Module) -> int:
 @torch.no_grad()
 def cost(network: ResNet18, evaluations: float | None) -> Cost:
     """Count parameters and forward FLOPs per image; `evaluations`: mean of a DEQ's solves, None for other blocks."""
-    last, before = network.last, 2 * network.classifier.weight.numel()
-
-    def count(module: Any, _: object, output: Tensor) -> None:
-        nonlocal before
-        before += _flops(module, output)
-
-    parts = (
-        layer for part in (network.stem, network.trunk) for layer in part.modules() if isinstance(layer, nn.Conv2d)
-    )
-    handles = [layer.register_forward_hook(count) for layer in parts]
-    training = network.training
+    last, training = network.last, network.training
     network.eval()
-    x = network.trunk(network.stem(torch.zeros(1, 3, 32, 32).to(network.classifier.weight)))
+    # Compiled code would not be counted.
+    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as before:
+        x = network.trunk(network.stem(torch.zeros(1, 3, 32, 32).to(network.classifier.weight)))
+        network.classifier(x.mean((2, 3)))
     network.train(training)
-    for handle in handles:
-        handle.remove()
-    evaluated = last.cells[0] if isinstance(last, Unrolled) else last
-    evaluation = sum(_flops(module, x) for module in evaluated.modules() if isinstance(module, nn.Conv2d))
-    times = last.times if isinstance(last, Unrolled) else 1
-    return Cost(count_parameters(last), before, evaluation, times if evaluations is None else evaluations)
-
-
-def _flops(convolution: nn.Conv2d, output: Tensor) -> int:
-    """FLOPs of a convolution for an image, of a tensor as large as its output."""
-    return 2 * convolution.weight.numel() * output.shape[2] * output.shape[3]
+    evaluated, times = (last.cells[0], last.times) if isinstance(last, Unrolled) else (last, 1)
+    weights = sum(module.weight.numel() for module in evaluated.modules() if isinstance(module, nn.Conv2d))
+    evaluation = 2 * weights * x[0, 0].numel()  # each convolution has x's number of pixels
+    flops = before.get_total_flops(), evaluation
+    return Cost(count_parameters(last), *flops, times if evaluations is None else evaluations)
 
 
 def choose_kernel(requested: str, device: str) -> tuple[str, str]:
