@@ -63,20 +63,18 @@ def step_case(
     dim: int,
     history: int = 1,
     history_dtype: torch.dtype | None = None,
-    dtype: torch.dtype = torch.float32,
     **given: Any,
 ) -> Case:
     """Step of Picard (method None) or of a multisecant method whose window of `history` pairs is full.
 
     Every call of Picard's step copies its iterate, the best so far. No other step finds a best iterate.
     """
-    step = full_window(method, batch, dim, history, history_dtype=history_dtype, dtype=dtype)
+    step = full_window(method, batch, dim, history, history_dtype=history_dtype)
     kind, op, passes = "picard", "picard_step", float(traffic.PICARD_PASSES)
     if method is not None:
         kind, op = f"{LABELS[method]}{history}", "multisecant_step"
         passes = traffic.multisecant_passes(history, traffic.width(history_dtype))
-    short = "-bf16" if history_dtype else "-fp64" if dtype == torch.float64 else ""
-    name = f"{kind}{short}-step-{batch}x{dim}"
+    name = f"{kind}{'-bf16' if history_dtype else ''}-step-{batch}x{dim}"
     contender = partial(step_contender, op, step, passes)
     return Case("ops", name, KERNELS, ("torch",), contender, **given)
 

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +32,6 @@ from .targets import ITERATED, verdicts
 from .timing import ROUNDS, Copy, captured, in_turns, seconds_of
 
 SECONDS = 1.5  # of the rounds of a case
-SECONDS_OF_SWEEPS = 80.0
 FAULT = "FAULT"
 WHILE_LIMIT = 0.020  # ms; if a pass costs more, a body should hold more iterations
 # Expected before anything was measured, in ms: (section, case, provider) -> from, to.
@@ -86,11 +87,6 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
     """Faults, predictions next to measurements, and the targets that the rows decide."""
     for row in rows:
         key = row["section"], row["case"], row["provider"]
-        if key[:2] == ("sweeps", "decision"):
-            yield f"constants of the sweeps: {row['chosen']}; slower than allowed: {row['slow'] or 'none'}"
-        if row["section"] == "sweeps" and "us" in row:
-            times = ", ".join(f"{name} {us:.0f}" for name, us in row["us"].items())
-            yield f"{row['case']}: {times} us"
         if "fault" in row:
             yield f"{FAULT} {' '.join(key)}: {row['fault']}"
         if key in PREDICTED and "ms" in row:
@@ -316,16 +312,13 @@ def study(place: Place) -> Rows:
 
 
 def whole_steps(place: Place) -> Rows:
-    """Training steps in one launch next to eager ones: a residual layer, a transformer block, the study's DEQ, and a
-    published model."""
+    """Training steps in one launch next to eager ones: a residual layer and the study's DEQ."""
     widths = ((8, 4),) if place.small else ((16, 32), (64, 128))
     makers: dict[str, Callable[[bool], Callable[[], Any]]] = {
-        "residual-anderson-jfb-32x128x4x4": partial(residual_step, place),
-        "transformer-anderson-jfb-16x128x256": partial(transformer_step, place),
+        "residual-anderson-jfb-32x128x4x4": partial(residual_step, place)
     }
     for width, batch in widths:
         makers[f"study, width {width}, batch {batch}, jfb"] = partial(study_deq_step, place, width, batch)
-    makers["restoration, 8 x 48 x 48, jfb"] = partial(restoration_step, place)
     for case, make in makers.items():
         yield from place.attempt("whole steps", case, "graphed", partial(step_rows, place, case, make))
 
@@ -341,32 +334,9 @@ def step_rows(place: Place, case: str, make: Callable[[bool], Callable[[], Any]]
 
 
 def residual_step(place: Place, graphed: bool) -> Callable[[], Any]:
-    """Step of a residual layer with JFB."""
+    """Step of a residual layer with JFB, whose loss is the mean square of its value."""
     shape = (2, 8, 4, 4) if place.small else (32, 128, 4, 4)
-    cell = deqfast.ResidualCell(shape[1], 8 if place.small else 32)
-    order = torch.channels_last
-    return layer_step(place, cell.to(memory_format=order), torch.randn(shape).contiguous(memory_format=order), graphed)
-
-
-def transformer_step(place: Place, graphed: bool) -> Callable[[], Any]:
-    """Step of a block whose cell is a transformer's layer."""
-    shape = (2, 4, 8) if place.small else (16, 128, 256)
-    return layer_step(place, Attending(shape[2]), torch.randn(shape), graphed)
-
-
-class Attending(torch.nn.Module):
-    """Cell with attention and a perceptron."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.layer = torch.nn.TransformerEncoderLayer(features, 4, 2 * features, dropout=0.0, batch_first=True)
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return 0.5 * cast(Tensor, self.layer(z + x))
-
-
-def layer_step(place: Place, cell: torch.nn.Module, x: Tensor, graphed: bool) -> Callable[[], Any]:
-    """Step of a layer whose loss is the mean square of its value."""
+    cell = deqfast.ResidualCell(shape[1], 8 if place.small else 32).to(memory_format=torch.channels_last)
     block = deqfast.DEQBlock(cell, deqfast.Anderson(max_iter=20), warn=False).to(place.device)
     rate = torch.tensor(1e-3, device=place.device)
     optimizer = torch.optim.SGD(block.parameters(), rate, momentum=0.9, fused=True)
@@ -378,7 +348,8 @@ def layer_step(place: Place, cell: torch.nn.Module, x: Tensor, graphed: bool) ->
         optimizer.step()
         return loss.detach()
 
-    return partial(deqfast.make_graphed_step(step) if graphed else step, x.to(place.device))
+    x = torch.randn(shape).contiguous(memory_format=torch.channels_last).to(place.device)
+    return partial(deqfast.make_graphed_step(step) if graphed else step, x)
 
 
 def study_deq_step(place: Place, width: int, batch: int, graphed: bool) -> Callable[[], Any]:
@@ -387,55 +358,19 @@ def study_deq_step(place: Place, width: int, batch: int, graphed: bool) -> Calla
     return study_step.steppers_of(settings)["deq"].step
 
 
-def restoration_step(place: Place, graphed: bool) -> Callable[[], Any]:
-    """Step of Gilton, Ongie and Willett's model, as ``experiments/model.py restoration`` trains it."""
-    from models import restoration
-    from models.frame import Run
-
-    sizes: dict[str, Any] = {"batch": 1, "patch": 16, "width": 4} if place.small else {}
-    options = restoration.Restoration(device=place.device, eager=not graphed, **sizes)
-    clean = torch.rand(options.batch, 1, options.patch, options.patch)
-    _, _, learn = restoration.trained(Run(restoration.train, options, ROOT, "deq", 0))
-    return partial(learn, (restoration.measure(options.task, clean), clean))
-
-
 def together(place: Place) -> Rows:
     """Steps a second of the study's DEQ by several processes on one device, which begin together."""
     if place.rows:
         return
     count, sizes, seconds = (2, (2, 4), 0.1) if place.small else (16, (16, 32), 15.0)
-    code = f"from harness.study_step import count_steps\ncount_steps(*{sizes}, {place.device!r}, {seconds})"
-    paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "experiments"), os.environ.get("PYTHONPATH", "")])
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    running: list[Any] = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT, **pipes) for _ in range(count)
-    ]
-    try:
-        for process in running:
-            if process.stdout.readline() != "ready\n":
-                raise RuntimeError("a process of the study did not begin, see the log")
-        for process in running:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        rates = [float(process.stdout.readline()) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes, which import torch
+    spawn = get_context("spawn")
+    start = spawn.Barrier(count, timeout=60)
+    with ProcessPoolExecutor(count, spawn, initializer=study_step.meet_at, initargs=(start,)) as pool:
+        steps = [pool.submit(study_step.steps_per_second, *sizes, place.device, seconds) for _ in range(count)]
+        rates = [each.result() for each in steps]
     case = f"study, width {sizes[0]}, batch {sizes[1]}, {count} processes"
     yield [row_of("whole steps", case, "graphed", steps_per_second=sum(rates))]
-
-
-def sweeps(place: Place) -> Rows:
-    """Times of Triton's steps by the constants of their sweeps, next to CUDA's, and the decision."""
-    if place.small or place.rows:
-        return
-    from .sweeps import run
-
-    outcome = run(SECONDS_OF_SWEEPS)
-    rows = [row_of("sweeps", row.pop("case"), row.pop("choice"), **row) for row in outcome.pop("rows")]
-    yield [*rows, row_of("sweeps", "decision", "triton", **outcome)]
 
 
 def sections(place: Place, *names: str) -> Rows:

@@ -47,7 +47,6 @@ def kernels(small: bool) -> tuple[Phase, ...]:
     """After `short`."""
     return (
         EXTENSION,
-        Phase("sweeps", 100, "constants of Triton's steps, and whether they are near CUDA's", "harness.phases:sweeps"),
         Phase("profile", 40, "kernels of a training step, and when the device is busy", "harness.phases:profile"),
         Phase("missing", 60, "limits: rows of fc and of cells", "harness.phases:sections:fc:cells"),
         Phase("floors", 60, "which step is far from its bytes", "harness.phases:sections:ops"),

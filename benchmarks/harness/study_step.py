@@ -7,6 +7,7 @@ import statistics
 import time
 from dataclasses import replace
 from functools import partial
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .suite import columns_of
 from .timing import in_turns, wait
 
 MODELS = ("explicit", "deq")
+_start: Barrier | None = None
 EPOCH = 50_000  # images of balanced CIFAR-10
 # The 20 settings of the paper's tables, 100 epochs each: images of an epoch, epochs with metrics, and with a test.
 PAPER_IMAGES, PAPER_SETTINGS, PAPER_EPOCHS, PAPER_METRICS, PAPER_TESTS, TEST_IMAGES = 569_500, 20, 100, 21, 29, 10_000
@@ -112,14 +114,20 @@ def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
     return rows
 
 
-def count_steps(width: int, batch: int, device: str, seconds: float) -> None:
-    """Print "ready" after the first steps of the DEQ, as the study runs them; after a line of input, their number."""
+def meet_at(start: Barrier) -> None:
+    """Let this process begin to count at the barrier."""
+    global _start
+    _start = start
+
+
+def steps_per_second(width: int, batch: int, device: str, seconds: float) -> float:
+    """Rate of the DEQ's steps, as the study runs them, from the moment at which the first steps of all are made."""
     step = steppers_of(settings_of(width, batch, device, eager=False, threads=1))["deq"].step
     for _ in range(5):
         step()
     wait(device)
-    print("ready", flush=True)
-    input()
+    assert _start is not None
+    _start.wait()
     made, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
         step()
@@ -127,7 +135,7 @@ def count_steps(width: int, batch: int, device: str, seconds: float) -> None:
         if made % 20 == 0:
             wait(device)  # else the host would count steps that the device has yet to make
     wait(device)
-    print(made / (time.monotonic() - end + seconds), flush=True)
+    return made / (time.monotonic() - end + seconds)
 
 
 def median_ms(call: Any, device: str, rounds: int) -> float:
