@@ -127,6 +127,12 @@ def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise ValueError(f"{name} must be one of {listed}, got {value!r}{did_you_mean(value, allowed)}")
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Return a truth value; raises ValueError if `value` is none."""
+    check_choice(name, value, (False, True))
+    return bool(value)
+
+
 def object_named(name: str, value: Any, kind: type[Kind], by_name: Mapping[str, type[Kind]]) -> Kind:
     """Return `value` if it is a `kind`, else the object of that name with default settings.
 

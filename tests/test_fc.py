@@ -288,7 +288,7 @@ class TestFunction:
             ({"weight": torch.zeros(4, 3)}, ValueError, r"weight must be \(4, 4\) .* got \(4, 3\)"),
             ({"weight": torch.zeros(4, 4).double()}, ValueError, "weight must be .* got .* torch.float64"),
             ({"z0": torch.zeros(3, 4)}, ValueError, r"z0 must be \(2, 4\) torch.float32, got \(3, 4\)"),
-            ({"z0": torch.full((2, 4), math.nan)}, ValueError, "z0 must be finite; it is not in 2 of 2 rows: 0, 1"),
+            ({"z0": torch.full((2, 4), math.nan)}, ValueError, "z0 must be finite; it is not in 2 of 2 samples: 0, 1"),
             ({"activation": "sine"}, ValueError, "activation must be one of .*, got 'sine'"),
             ({"solver": "broyden"}, ValueError, "solver must be Picard with relaxation 1, got Broyden"),
             ({"solver": Picard(relaxation=0.5)}, ValueError, "solver must be .* relaxation 1, got .*relaxation=0.5"),

@@ -443,12 +443,12 @@ def test_a_start_that_is_not_finite_raises_when_a_number_is_read_or_in_a_later_c
     monkeypatch.setattr(Mark, "arrived", False)
     solution = graphed(inputs(), z0=z0, return_solution=True)[1]
     assert solution.status.tolist()[2] == deqfast.Status.NONFINITE
-    with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 4 rows: 2"):
+    with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 4 samples: 2"):
         _ = solution.evaluations
     graphed(inputs(), z0=z0)
     graphed(inputs())  # nothing has arrived
     monkeypatch.setattr(Mark, "arrived", True)
-    with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 4 rows: 2"):
+    with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 4 samples: 2"):
         graphed(inputs())
     graphed(inputs())
 

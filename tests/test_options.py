@@ -621,6 +621,13 @@ def cubic(z, rows=None):
     return torch.where(z.abs() > 3, torch.nan, -2 * z**3 + z - 1)
 
 
+def test_trajectories_compile_their_solve_once():
+    block = DEQBlock(lambda z, x: 0.5 * z + x, drop_converged=True)
+    for _ in range(3):
+        block.trajectory(torch.ones(2, 3), [1])
+    assert len(block._solves._kept) == 1
+
+
 class TestAuto:
     """The first stage is Broyden, later stages solve the rest, and no sample depends on the others."""
 
@@ -650,6 +657,24 @@ class TestAuto:
         if solution.trace is not None:
             assert solution.trace.shape == (solution.evaluations, 9)
             assert torch.equal(solution.trace[-1], solution.residual)
+
+    def test_a_stage_without_progress_ends_after_thirty_evaluations(self):
+        """The residual falls in the first stage, and never again."""
+        moved = []
+
+        class Watched(Auto):
+            def _change_stages(self, state, k):
+                super()._change_stages(state, k)
+                moved.append((k, state.stage.item()))
+
+        sizes, signs = iter([*(0.7**n for n in range(23)), *[0.7**23] * 97]), torch.tensor([[1.0], [-1.0]])
+
+        def f(z):
+            size = next(sizes)
+            return z + size * signs[torch.randint(2, (1,))]
+
+        solve(f, torch.ones(1, 4), Watched(rtol=1e-7, max_iter=120))
+        assert moved == [(30, 0), (60, 1), (90, 2)]
 
     def test_a_sample_whose_start_is_broken_is_not_tried_again(self):
         z0 = torch.tensor([[5.0], [0.5]], dtype=torch.float64)

@@ -449,7 +449,7 @@ def assert_solved_jointly(solver: Solver, size: float, width: int, kernels: list
         tolerance = 1e-12 if Kernel(kernel).has_broyden_step else 1e-10
         assert_close(torch.cat(solution.value.chunk(2), dim=1), expected.value, tolerance, kernel)
         assert_close(solution.trace[:, :5], expected.trace, 1e-6, kernel)
-        with pytest.raises(ValueError, match="z0 must be finite; it is not in 2 of 10 rows: 0, 5"):
+        with pytest.raises(ValueError, match="z0 must be finite; it is not in 2 of 10 samples: 0, 5"):
             in_halves(z0.index_fill(0, torch.tensor([5]), torch.nan))
 
 

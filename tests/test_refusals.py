@@ -41,6 +41,7 @@ from deqfast import (
 from deqfast.api.refusals import REFUSED
 from deqfast.compat.torchdeq import get_deq
 from deqfast.engine.refusals import name_of
+from deqfast.engine.solve import Options, Solve
 from deqfast.gradients import as_adjoint
 from deqfast.regularize import jacobian_penalty, spectral_radius
 from deqfast.state.rows import mark_samples
@@ -163,8 +164,20 @@ CALLS = [
     (started(torch.nested.nested_tensor([Z0, Z0[1:]], layout=torch.jagged)), TypeError, "got a nested tensor"),
     (started((Z0, Z0[1:])), ValueError, "(4, 3) on cpu, (3, 3) on"),
     (started(Z0.to("meta")), ValueError, "got tensors on the device meta"),
-    (started(Z0.index_fill(0, torch.tensor([1, 3]), math.nan)), ValueError, "it is not in 2 of 4 rows: 1, 3"),
-    (started((torch.zeros(20, 1), torch.full((20, 2), math.inf))), ValueError, "20 rows: 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+    (started(Z0.index_fill(0, torch.tensor([1, 3]), math.nan)), ValueError, "it is not in 2 of 4 samples: 1, 3"),
+    (
+        started((torch.zeros(20, 1), torch.full((20, 2), math.inf))),
+        ValueError,
+        "20 samples: 0, 1, 2, 3, 4, 5, 6, 7, ...",
+    ),
+    (
+        started(torch.tensor([[0.0], [0], [0], [math.nan]]), groups=torch.tensor([0, 0, 1, 1])),
+        ValueError,
+        "2 samples: 1",
+    ),
+    (lambda: DEQBlock(halve).trajectory(Z0.to("meta"), [1]), ValueError, "got tensors on the device meta"),
+    (lambda: DEQBlock(halve, drop_converged="no"), ValueError, "drop_converged must be one of False, True, got 'no'"),
+    (given(trace="off"), ValueError, "trace must be one of False, True, got 'off'"),
     (lambda: DEQBlock(halve).trajectory(Z0, 3), TypeError, "must be a list"),
     (lambda: DEQBlock(halve).trajectory(Z0, [0]), ValueError, "at least 1"),
     (lambda: DEQBlock(halve).trajectory(Z0, [1.5]), TypeError, "integer"),
@@ -207,6 +220,7 @@ OPTIONS_OF_A_SOLVE = [
     (mixed(lambda z, fz: (fz.to_sparse(), fz)), TypeError, "mixing_fn's error must be dense"),
     (mixed(lambda z, fz: (fz[:, : 2 if z.any() else 1], fz)), ValueError, "keep its 1 numbers per sample, got 2"),
     (mixed(lambda z, fz: (fz - z, fz[:, :1])), ValueError, "mixing_fn's proposal"),
+    (mixed(lambda z, fz: (fz[:, :1] - z[:, :1], fz[:, :1])), ValueError, "mixing_fn's proposal"),
     (mixed(lambda z, fz: (fz.sub_(z), z)), ValueError, "must not modify its arguments"),
     (lambda: MixedAnderson(mixing_fn=3), TypeError, "mixing_fn must be callable, got 3"),
     (lambda: MixedAnderson(history_size=0, mixing_fn=halve), ValueError, "history_size must be at least 1, got 0"),
@@ -221,7 +235,7 @@ OPTIONS_OF_A_SOLVE = [
     (started(torch.zeros(2), causal=True), ValueError, "positions of a sequence as dimension 1 of each tensor of z0"),
     (started(torch.zeros(2, 0, 3), causal=True), ValueError, "causal needs the positions of a sequence"),
     (started((Z0, Z0[:, :2]), causal=True), ValueError, "causal needs the positions of a sequence"),
-    (started(torch.tensor([[0.0], [math.nan]]), causal=True), ValueError, "it is not in 1 of 2 rows: 1"),
+    (started(torch.tensor([[0.0], [math.nan]]), causal=True), ValueError, "it is not in 1 of 2 samples: 1"),
 ]
 SOLVERS_AND_ADJOINTS = [
     *[
@@ -363,7 +377,12 @@ def test_other_errors_keep_their_type_when_batches_differ(error):
 def test_every_adjoint_checks_the_start_and_the_value(adjoint):
     for cell, x, z0, message in (
         (lambda z, x: x[:, :2], torch.ones(2, 3), None, r"f must return the shape of its argument, \(2, 3\), got"),
-        (halve, torch.ones(2, 1), torch.tensor([[0.0], [torch.nan]]), "z0 must be finite; it is not in 1 of 2 rows: 1"),
+        (
+            halve,
+            torch.ones(2, 1),
+            torch.tensor([[0.0], [torch.nan]]),
+            "z0 must be finite; it is not in 1 of 2 samples: 1",
+        ),
         (halve, torch.ones(2, 1), {}, "z0 must hold at least one tensor, got an empty structure"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -439,9 +458,23 @@ def test_what_does_not_go_together(way, option):
     assert way.startswith("torch.") or type(caught.value) is ValueError
 
 
+@pytest.mark.parametrize("option", ["drop_converged", "stop_fn", "lockstep", "state_group", "causal"])
+def test_what_the_capture_of_somebody_else_refuses(option):
+    z0 = torch.zeros(2, 3)
+    call = Solve(z0, Options(solver=Picard(), **OPTIONS[option]))
+    with pytest.raises(ValueError, match=f"a CUDA graph cannot be combined with {option}: "):
+        call.device_loop(halve, call.begin(z0), "a CUDA graph")
+
+
+def test_options_that_are_zero_are_not_given():
+    block = DEQBlock(Cell(), drop_converged=0, trace=1, cuda_graph=0, compile=0)
+    assert block.drop_converged is False and block.trace is True
+    assert solve(torch.cos, torch.ones(2, 3), drop_converged=0, trace=1).trace is not None
+
+
 def test_the_table_is_whole():
     """An entry that is dropped would be served silently, and takes its test with it."""
-    assert [len(options) for options in REFUSED.values()] == [9, 9, 1, 1, 8, 8, 7, 7, 6, 9, 8, 2]
+    assert [len(options) for options in REFUSED.values()] == [10, 9, 1, 1, 7, 8, 7, 7, 6, 9, 8, 2]
 
 
 def test_a_compiled_backward_solve_refuses_what_the_forward_solve_does():

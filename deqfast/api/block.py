@@ -75,7 +75,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             collectives. A cell whose parameters are DTensors needs none, see the page More than one process.
         state_group: a process group whose processes have parts of each sample, such as shards of its features or
             positions: all tensors of z and their gradients are the local shards, with all samples. Norms, products and
-            statuses are those of whole samples. For Picard, Anderson, Broyden and Auto. Not on kernel "triton".
+            statuses are those of whole samples. For Picard, Anderson, Broyden and Auto.
         causal: the cell is causal along dimension 1 of each tensor of z. Then no later position of x changes an earlier
             one of z*, see ``solve``; else it does, by about the tolerance. The gradient is solved for whole samples.
         warn: warn of samples that do not converge, break down or are inconsistent, see ``Status``: once for the forward
@@ -191,7 +191,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             groups: if a cell couples rows, see ``solve``. Repeated calls with ``Groups`` do not wait for the device.
 
         Returns:
-            `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
+            `z*`, a tree like z0, without gradient the Solution's `value`; with `return_solution` `(z*, Solution)`.
         """
         if more:
             got = f"got {1 + len(more)}: several inputs of a cell go into x, as a tuple, and a start is z0=..."
@@ -217,18 +217,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
         if self.graphs is not None and (solution := self._replayed(x, z0, groups)) is not None:
             return solution.value, solution
         plan = self._plan(x, z0, groups, is_fresh)
-        if plan.context != "torch.export":
-            check_values("z0", z0)
         if plan.context != "eager":
             asked = self.options.given() + ["training mode"] * self.training
             asked += ["trace of a Solution"] * bool(self.trace and return_solution)
             asked += ["lockstep"] * (plan.options.lockstep is not None)
             check_served(plan.context, REFUSED[plan.context], asked)
-        holds, modules = plan.holds_weights, modules_of(self.cell)
-        check_loaded(modules, plan.z0)
-        if self.training and self.warn and not self._changes.looked and not _is_captured(z0):
-            self._changes.look(plan)
-        with solving(modules), hold_weights(modules) if holds else nullcontext():
+        modules = self._prepare(plan)
+        with solving(modules), hold_weights(modules) if plan.holds_weights else nullcontext():
             if plan.context == "torch.export":
                 value, solution = export(plan, self.adjoint)
             elif plan.context == "torch.func":
@@ -241,6 +236,16 @@ class DEQBlock(ChecksKeywords, nn.Module):
         if self.warn and plan.context != "torch.export" and solution.may_include(*self._forward_notice.asked):
             self._forward_notice.look(solution)
         return value, solution
+
+    def _prepare(self, plan: Plan) -> list[nn.Module]:
+        """Modules of the cell, once it and the start are checked, at the first call in training by ``Changes``."""
+        if plan.context != "torch.export":
+            check_values("z0", plan.z0)
+        modules = modules_of(self.cell)
+        check_loaded(modules, plan.z0)
+        if self.training and self.warn and not self._changes.looked and not _is_captured(plan.z0):
+            self._changes.look(plan)
+        return modules
 
     def _replayed(self, x: Any, z0: Any, groups: Any) -> Solution | None:
         """Solution of a captured solve, if the call needs nothing but its replay; else None."""
@@ -285,11 +290,9 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def _trajectory(self, x: Any, at: Sequence[int], z0: Any, groups: Grouping) -> list[Any]:
         at = check_trajectory(self.adjoint, self.current_solver, at)
         plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
-        holds, modules = plan.context != "torch.func", modules_of(self.cell)
-        check_loaded(modules, plan.z0)
-        if self.training and self.warn and not self._changes.looked:
-            self._changes.look(plan)
-        with solving(modules), hold_weights(modules) if holds else nullcontext():
+        check_served("trajectory", REFUSED["trajectory"], [plan.context])
+        modules = self._prepare(plan)
+        with solving(modules), hold_weights(modules):
             states, solution = differentiate_along(plan, self.adjoint, at)
         self._changes.look_at(plan, states)
         if self.warn:

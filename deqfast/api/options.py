@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .._checks import check_callable, check_choice
+from .._checks import check_callable, check_choice, check_flag
 from ..engine.loop import StopFn
-from ..engine.refusals import Option, check_served, kinds
+from ..engine.refusals import Option, asked, check_served, kinds
 from ..engine.runners import cuda_graph
 from ..engine.runners.compiled import check_solver
 from ..engine.solve import Options, check_causal
@@ -52,10 +52,10 @@ class BlockOptions:
         object.__setattr__(self, "adjoint", as_adjoint(self.adjoint))
         check_kernel_name(self.kernel)
         object.__setattr__(self, "scale", check_scale(self.scale))
-        check_choice("cuda_graph", self.cuda_graph, (False, True))
-        check_choice("causal", self.causal, (False, True))
-        object.__setattr__(self, "causal", bool(self.causal))
+        for name in ("cuda_graph", "causal", "drop_converged", "trace"):
+            object.__setattr__(self, name, check_flag(name, getattr(self, name)))
         check_choice("compile", self.compile, (False, True, "forward"))
+        object.__setattr__(self, "compile", self.compile if self.compile == "forward" else bool(self.compile))
         for name in ("init", "stop_fn"):
             if getattr(self, name) is not None:
                 check_callable(name, getattr(self, name))
@@ -75,8 +75,7 @@ class BlockOptions:
 
     def given(self) -> list[Option]:
         """Names of the options that are given, and the classes of the solvers and the adjoint."""
-        names = [name for name in NAMED if getattr(self, name) is not None and getattr(self, name) is not False]
-        return [*names, *kinds(self.solver), *kinds(self.eval_solver), *kinds(self.adjoint)]
+        return [*asked(self, NAMED), *kinds(self.solver), *kinds(self.eval_solver), *kinds(self.adjoint)]
 
     def solving(self, solver: Solver, groups: Groups | None, ranks: Ranks | None = None) -> Options:
         """Options of a forward solve; `ranks` are the processes that share the cell's weights, if any."""

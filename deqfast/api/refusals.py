@@ -23,7 +23,6 @@ REFUSED: dict[Option, Refusals] = {
         "drop_converged": "f works on parts of samples, and its collectives need all of them",
         "groups": "a process would need to know which rows of others belong to its samples",
         "stop_fn": "each process would ask its own rule",
-        "cuda_graph": "a replay asks no other process",
         "compile": "its loop asks no other process",
         MixedAnderson: "the products of its errors are those of one process",
         **dict.fromkeys((Unrolled, Reversible), "it judges samples by one process"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._checks import check_callable, check_choice
+from .._checks import check_callable, check_flag
 from ..engine.loop import StopFn
 from ..engine.refusals import check_served, kinds
 from ..engine.solve import Options, Solve
@@ -65,14 +65,14 @@ def solve(
             and earlier positions only. Then the result at a position does so too, bit for bit. Weights and residuals of
             a position are those of the sequence up to it, and it ends when all earlier ones have. The last position
             speaks for the sample. An attribute `from_position` of f is called as f.from_position(z, first, value), see
-            ``CellHooks``. For Picard, Anderson and Broyden on each kernel but "triton".
+            ``CellHooks``. For Picard, Anderson and Broyden.
 
     Returns:
         Solution, whose `value` has the structure, dtypes and memory order of z0.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. Or z0 is not finite; the text names its rows. Or f returns
-            another shape or works in place on its argument. Or stop_fn returns another mask or writes to f(z).
+        TypeError, ValueError: an argument is not as above. Or z0 is not finite; the text names the samples. Or f
+            returns another shape or works in place on its argument. Or stop_fn returns another mask or writes to f(z).
         RuntimeError: a kernel chosen by name cannot run; z0 belongs to torch.func or forward-mode AD.
 
     Examples:
@@ -86,15 +86,14 @@ def solve(
     solver = as_solver(solver)
     if stop_fn is not None:
         check_callable("stop_fn", stop_fn)
-    check_choice("causal", causal, (False, True))
-    given: dict[str, Any] = dict(groups=groups, stop_fn=stop_fn, drop_converged=drop_converged, causal=causal)
+    flags = dict(drop_converged=drop_converged, trace=trace, causal=causal)
+    given: dict[str, Any] = {name: check_flag(name, value) for name, value in flags.items()}
     given |= dict(lockstep=as_ranks("lockstep", lockstep), state_group=as_ranks("state_group", state_group))
-    names = [name for name, value in given.items() if value is not None and value is not False]
-    check_together([*names, *kinds(solver)])
-    options = Options(solver=solver, kernel=kernel, scale=scale, trace=trace, **given)
+    options = Options(solver=solver, kernel=kernel, groups=groups, scale=scale, stop_fn=stop_fn, **given)
+    check_together([*options.given(), *kinds(solver)])
     context = present_context()
     if context == "torch.export":
-        check_served(context, REFUSED[context], names + ["trace of a Solution"] * trace)
+        check_served(context, REFUSED[context], [*options.given(), *["trace of a Solution"] * options.trace])
         return solve_in_export(f, z0, options)
     if context == "torch.func":
         check_plain("solve", z0)

@@ -47,8 +47,7 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
 
     A sample that ends earlier has its value there. Only the eager loop for whole batches counts calls, and runs.
     """
-    if plan.options.drop_converged:
-        plan = replace(plan, options=replace(plan.options, drop_converged=False))
+    plan = replace(plan, options=plan.options.whole)
     if not at:
         return [], in_loop(plan)
     if is_captured(pytree.tree_leaves(plan.z0)[0].device):
@@ -66,7 +65,6 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
 
 def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:
     """States of ``solve_along``, followed by z*, each with the adjoint's gradient; and the Solution."""
-    check_served("trajectory", REFUSES, [plan.context])
     plan = replace(plan, linearised=None)
     states, solution = solve_along(plan, at)
     if not torch.is_grad_enabled():

@@ -24,6 +24,7 @@ REFUSES: Refusals = {
     "drop_converged": _REPLAYS,
     "stop_fn": "it would be asked on the host",
     "lockstep": "a replay asks no other process",
+    "state_group": "a replay asks no other process",
     "causal": "its sums over positions are not captured",
     MixedAnderson: "its mixing_fn is not captured",
     Auto: "its stages depend on values",

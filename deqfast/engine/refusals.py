@@ -18,6 +18,12 @@ def kinds(part: object) -> list[Option]:
     return [*type(part).__mro__]
 
 
+def asked(options: object, names: Iterable[str]) -> list[Option]:
+    """Those of the named options that are asked for: neither None nor False."""
+    values = [(name, getattr(options, name)) for name in names]
+    return [name for name, value in values if value is not None and value is not False]
+
+
 def check_served(way: Option, refused: Refusals, options: Iterable[Option], owner: str = "") -> None:
     """Raise ValueError if this way of running a solve refuses an option; `owner` says whose option it is."""
     for option in options:

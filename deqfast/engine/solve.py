@@ -29,6 +29,7 @@ from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.weights import NOTHING
 from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
 from .loop import CommonWatch, Compaction, Front, StopFn, iterate, stop, watch_of, whole
+from .refusals import Option, asked
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
@@ -58,10 +59,19 @@ class Options:
     counted: int = 0
     _linear: dict[Solver, tuple[Options, Options]] = field(init=False, repr=False, default_factory=dict)
 
+    def given(self) -> list[Option]:
+        """Names of the options that are given."""
+        return asked(self, GIVEN)
+
     @cached_property
     def keeping(self) -> Options:
         """These options, with the history kept."""
         return replace(self, keeps_inverse=True)
+
+    @cached_property
+    def whole(self) -> Options:
+        """These options, with all samples in each evaluation."""
+        return replace(self, drop_converged=False) if self.drop_converged else self
 
     def linear(self, solver: Solver) -> tuple[Options, Options]:
         """Options of a solve with the Jacobian of f, and with its transpose, whose states have the inverse scale.
@@ -74,6 +84,9 @@ class Options:
             inverse = None if self.scale is None else pytree.tree_map(lambda number: 1 / number, self.scale)
             self._linear[solver] = options, replace(options, scale=inverse)
         return self._linear[solver]
+
+
+GIVEN = ("groups", "scale", "stop_fn", "drop_converged", "trace", "lockstep", "state_group", "causal")
 
 
 class Solve:
@@ -172,8 +185,7 @@ class Solve:
 
     def device_loop(self, f: Callable[..., Any], state: State, way: str) -> DeviceLoop:
         """The evaluations of f for a CUDA graph; ``check_device_loop`` says what is refused."""
-        named = "drop_converged", "stop_fn", "lockstep", "causal"
-        check_device_loop(way, self.solver, self.kernel, [name for name in named if getattr(self.options, name)])
+        check_device_loop(way, self.solver, self.kernel, self.options.given())
         return DeviceLoop(whole(f, self.packing, state), self.solver, self.rule, state, self.options.counted)
 
     def rule(self, value: Any) -> StopRule:
@@ -276,10 +288,10 @@ def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:
 
 
 def not_finite(finite: Tensor) -> ValueError:
-    """Error for a z0 whose rows are finite as the mask (B,) says."""
-    rows = (~finite).nonzero().flatten().tolist()
-    shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
-    return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
+    """Error for a z0 whose samples are finite as the mask (B,) says."""
+    broken = (~finite).nonzero().flatten().tolist()
+    shown = ", ".join(map(str, broken[:8])) + (", ..." if len(broken) > 8 else "")
+    return ValueError(f"z0 must be finite; it is not in {len(broken)} of {len(finite)} samples: {shown}")
 
 
 def init_of(options: Options) -> Callable[[Tensor, Kernel], State]:

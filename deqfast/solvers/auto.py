@@ -44,11 +44,13 @@ class Auto(Solver):
     3. ``Broyden(relaxation=0.1, history_size=20)``, until the evaluations run out.
 
     All share one budget of `max_iter` evaluations. After every 30 evaluations, samples without progress move to the
-    next stage and start from their best iterate. A sample makes no progress if f has returned a value that is not
-    finite, or if neither its relative nor its absolute residual has fallen by 5 %. A sample moves only then, even if
-    all others are done, so its answer does not depend on them. A sample that converges in the first stage is solved as
-    by ``Broyden``, bit for bit. Stages depend on values, so exports, CUDA graphs and compiled solves refuse this
-    solver. Source of the idea: the polyalgorithms of NonlinearSolve.jl (arXiv 2403.16341).
+    next stage and start from their best iterate. If no sample runs until then, the evaluations left are spent without a
+    call of f: a solve may end as MAX_ITER after fewer calls, and the k of `stop_fn` counts them. A sample makes no
+    progress if f has returned a value that is not finite, or if neither its relative nor its absolute residual has
+    fallen by 5 %. A sample moves only then, even if all others are done, so its answer does not depend on them. A
+    sample that converges in the first stage is solved as by ``Broyden``, bit for bit. Stages depend on values, so
+    exports, CUDA graphs and compiled solves refuse this solver. Source of the idea: the polyalgorithms of
+    NonlinearSolve.jl (arXiv 2403.16341).
 
     Args:
         rtol, max_iter, atol, norm: see ``Solver``.
@@ -125,6 +127,7 @@ class Auto(Solver):
             return
         state.stage += leaves
         state.begin.masked_fill_(leaves, k)
+        state.progress[GAIN_ITERATION].masked_fill_(leaves, 0)  # counted from the beginning of a stage
         state.skipped.copy_(torch.where(leaves, k - state.iterations, state.skipped))
         state.z.copy_(torch.where(leaves[:, None], state.best, state.z))
         state.status.masked_fill_(leaves, RUNNING)

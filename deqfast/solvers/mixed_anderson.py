@@ -186,7 +186,7 @@ class MixedAnderson(Solver):
             raise TypeError(f"mixing_fn must return a tuple (error, proposal), got {type(returned).__name__}")
         error = part.pack_numbers("mixing_fn's error", returned[0]).clone()
         try:
-            proposal = part.packer(error)(returned[1]).clone()
+            proposal = part.rows_of_value(returned[1]).clone()
         except (TypeError, ValueError) as wrong:
             raise type(wrong)(f"mixing_fn's proposal must be as f's value, whose place it takes: {wrong}") from None
         if rows is None:
