@@ -66,6 +66,7 @@ def test_per_sample_gradients_and_a_checkpoint_under_torch_func():
     assert_close(*unrolled, GRADIENT)
 
 
+@pytest.mark.usefixtures("cpp_kernels")
 def test_in_compiled_and_exported_models():
     class Layer(nn.Module):
         def __init__(self):
@@ -74,7 +75,7 @@ def test_in_compiled_and_exported_models():
 
         def forward(self, x):
             c, z0 = self.linear(x), torch.zeros_like(x)
-            return fixed_point(lambda z, c: torch.tanh(0.5 * z + c), z0, c, solver="picard").sin()
+            return fixed_point(lambda z, c: torch.tanh(0.5 * z + c), z0, c, solver="picard", kernel="cpp").sin()
 
     layer, x = Layer().double(), torch.randn(3, 4, dtype=torch.float64)
     fast = torch.compile(layer, backend="eager")
