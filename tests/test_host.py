@@ -9,7 +9,7 @@ import sys
 import emulate
 import pytest
 import torch
-from solutions import SOLVERS, every_solver
+from solutions import SOLVERS, every_solver, some_solvers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
@@ -56,7 +56,7 @@ VIEWS = ("aten::view", "aten::permute")
 LOOK = "aten::_local_scalar_dense"
 
 
-@every_solver
+@some_solvers
 @pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
 def test_a_step_is_a_single_operation(name, kernel, device, monkeypatch):
     """Next to f, between two looks: one op; where pairs are kept also a first copy, in case f reuses its buffer."""
@@ -109,7 +109,7 @@ def test_a_late_look_never_waits_for_the_step_before_it(name, monkeypatch):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="counts launches of the interpreter")
-@every_solver
+@some_solvers
 def test_launches_of_the_triton_kernels(name, monkeypatch):
     from triton.runtime import interpreter
 
