@@ -411,7 +411,10 @@ class TestExport:
     def test_the_answer_is_that_of_eager_mode(self, solver, dtype, kernel, onnx):
         """For samples that end early, run out of evaluations or break down, and for none; in ONNX to rounding."""
         model = Judged(solver, kernel=kernel, warn=False).to(dtype)
-        program = exported(model)
+        program, tanh = exported(model), torch.ops.aten.tanh.default
+        graphs = [program.graph_module, *program.graph_module.children()]
+        cells = sum(node.target is tanh for graph in graphs for node in graph.graph.nodes)
+        assert cells == (2 if kernel == "torch" else 1)  # torch's loop begins with the second evaluation
         x = torch.randn(7, 3, dtype=dtype)
         x[0], x[1] = 1e6, torch.nan
         assert same(program, model, x) and same(program, model, x[:1])
@@ -430,20 +433,6 @@ class TestExport:
             else:
                 assert_close(values[0], value, GRADIENT)
                 assert all(map(torch.equal, values[1:3], judged[:2])) and values[-1] == judged[-1]
-
-    @pytest.mark.parametrize(
-        ("solver", "kernel", "cells"),
-        [(Picard(1e-3, 500), "torch", 2), (Broyden(1e-3, 500, history_size=4), "cpp", 1)],
-        ids=["torch", "cpp"],
-    )
-    def test_a_loop_of_the_graph_ends_with_the_solve(self, solver, kernel, cells):
-        model = Judged(solver, kernel=kernel)
-        program = exported(model)
-        graphs = [program.graph_module, *program.graph_module.children()]
-        tanh = torch.ops.aten.tanh.default
-        assert sum(node.target is tanh for graph in graphs for node in graph.graph.nodes) == cells
-        counts = [int(program.module()(x)[-1]) for x in (torch.full((2, 3), 1e6), torch.randn(9, 3))]
-        assert counts[0] < counts[1] < 20
 
     @pytest.mark.parametrize("kernel", ["torch", "cpp"])
     def test_a_cell_that_no_loop_can_hold(self, kernel):
