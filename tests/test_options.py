@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, assert_close, bounds, lost, rounding
+from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, bounds, rounding
 from harness.counters import count
 from own_sums import product
-from solutions import SOLVERS, TIGHT, adjoints, assert_same_solution, every_solver, on_cpu, some_solvers
+from solutions import SOLVERS, TIGHT, adjoints, assert_same_solution, on_cpu, some_solvers
 
 from deqfast import (
     JFB,
@@ -147,26 +147,6 @@ class TestGroups:
         mixing *= groups[:, None] == groups
         mixing *= 0.8 / torch.linalg.matrix_norm(mixing, 2)
         return mixing.to(dtype), torch.randn(len(groups), 3, generator=generator, dtype=torch.float64).to(dtype)
-
-    @pytest.mark.covering(0)
-    @every_solver
-    def test_a_sample_of_several_rows_is_solved_as_by_itself(self, name, kernel, device):
-        mixing, x = (t.to(device) for t in self.graph(GROUPS))
-        solver, groups = SOLVERS[name](rtol=1e-4, max_iter=30), GROUPS.to(device)
-        together = solve(lambda z: torch.tanh(mixing @ z + x), torch.zeros_like(x), solver, kernel, groups=groups)
-        assert together.status.tolist() == [Status.CONVERGED] * 3 and together.residual.shape == (3,)
-        for number in range(3):
-            rows = groups == number
-            inner, injection = mixing[rows][:, rows], x[rows]
-
-            def f(z, inner=inner, injection=injection):
-                return torch.tanh(inner @ z + injection)
-
-            single = solve(f, torch.zeros_like(injection), solver, kernel, groups="batch")
-            assert single.iterations.tolist() == [together.iterations[number]]
-            assert_close(
-                together.value[rows], single.value, after_solve(lost(torch.float64, solver.tol), 1 / (1 - 0.8))
-            )
 
     def test_a_sample_without_rows_and_a_batch_without_samples(self):
         solution = solve(torch.cos, torch.zeros(3, 2), groups=torch.tensor([0, 2, 2]))
