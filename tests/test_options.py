@@ -263,10 +263,11 @@ def test_complex_gradients(adjoint):
     mix = (0.2 * torch.randn(2, 2, dtype=torch.complex128)).requires_grad_()
 
     def solved(x, mix):
-        def f(z, x, mix):
-            return torch.tanh(z @ mix) + 0.1 * z.conj() + 0.3j * x
+        def f(z, x, given):
+            return torch.tanh(z @ given["mix"]) + 0.1 * z.conj() + 0.3j * x
 
-        return fixed_point(f, torch.zeros_like(x), x, mix, solver=Picard(1e-13, 200), adjoint=adjoint, warn=False)
+        z0, solver = torch.zeros_like(x), Picard(1e-13, 200)
+        return fixed_point(f, z0, x, {"mix": mix}, solver=solver, adjoint=adjoint, warn=False)
 
     assert torch.autograd.gradcheck(solved, (x, mix), **FINITE_DIFFERENCES)
     if isinstance(adjoint, (Implicit, Unrolled)):
