@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiers
 import torch
-from covering import covering
+from tiers import covering
 
 ALL = [
     {"shape": shape, "dtype": dtype, "kernel": "triton", "op": op}
