@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..engine.plan import Plan
-from ..engine.refusals import Refusals, check_served, kinds
-from ..engine.runners.code_loop import IS_NEW, KERNEL, code_options, loop_of, serves, solve_in_code
+from ..engine.refusals import Refusals, check_ops, check_served, kinds
+from ..engine.runners.code_loop import IS_NEW, KERNEL, code_options, loop_of, solve_in_code
 from ..engine.solve import Options, solution_of
 from ..gradients import Adjoint
 from ..gradients.unrolled import Iterated
@@ -60,8 +60,7 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
     """
     solver, name = options.solver, "torch" if options.kernel == "auto" else options.kernel
     check_served("torch.export", REFUSES, kinds(solver))
-    if not serves(solver):
-        raise ValueError(f"torch.export serves Picard, Anderson and Broyden, whose steps are ops, got {solver}")
+    check_ops("torch.export", solver)
     packing = Packing(z0, options.groups, options.scale)
     kernel, z = replace(choose_kernel(name, packing.device), in_graph=True), packing.pack(z0)
     if packing.groups is None and kernel.name == KERNEL:
