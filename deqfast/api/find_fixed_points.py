@@ -16,6 +16,7 @@ from ..state.norms import lengths
 from ..state.packing import Packing
 from ..state.rows import per_row, rows_of
 from ..torch_internals.autograd import vjp
+from ..torch_internals.transforms import check_values
 from .solve import solve
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -115,6 +116,7 @@ def find_fixed_points(
     check_number("distance", distance, 0.0, low_open=True)
     if not (isinstance(starts, Tensor) and starts.dtype in (torch.float32, torch.float64) and starts.dim()):
         raise TypeError(f"starts must be a float32 or float64 tensor (B, ...), got {described(starts)}")
+    check_values("starts", starts)
     solver = Anderson(RTOL[starts.dtype], max_iter=1000) if solver is None else as_solver(solver)
     near = _Nearness(f, starts, min(solver.rtol, RTOL[starts.dtype]))
     solution = near.at_zero(solve(f, starts, solver, kernel, stop_fn=near if near.is_fixed.any() else None))

@@ -25,6 +25,7 @@ from ..solvers.base import State
 from ..solvers.multisecant import MultisecantState
 from ..state.evaluation import evaluate
 from ..state.packing import Packing
+from ..torch_internals.autograd import detached
 from ..torch_internals.dynamo import reason
 
 _solves = itertools.count(1)
@@ -45,7 +46,7 @@ def export(plan: Plan, adjoint: Adjoint) -> tuple[Any, Solution]:
     if isinstance(adjoint, Iterated):
         return adjoint(plan)
     solution = solve_in_export(lambda z: plan.cell(z, plan.x), plan.z0, plan.options)
-    return solution.value, solution
+    return detached(solution.value), solution  # an export serves inference
 
 
 def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solution:
