@@ -455,7 +455,7 @@ class TestExport:
                 return super().forward(z, x)
 
         model = Judged(Picard(max_iter=6), cell=Counting(), kernel=kernel, warn=False)
-        with pytest.warns(UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the cell"):
+        with pytest.warns(UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the solve"):
             program = exported(model)
         assert int(program.module()(x := torch.randn(3, 3))[-1]) == 6 and same(program, model, x)
 

@@ -80,7 +80,7 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
 
 
 def _warn(error: Exception) -> None:
-    what = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
+    what = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the solve"
     warnings.warn(f"{what}: {reason(error)}", stacklevel=4)
 
 
