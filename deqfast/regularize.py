@@ -17,7 +17,7 @@ from .state.rows import per_row, rows_of, with_stand_ins
 from .torch_internals import pytree
 from .torch_internals.autograd import detached, in_order_of, not_leaves, vjp
 from .torch_internals.dynamo import uncompiled
-from .torch_internals.transforms import values
+from .torch_internals.transforms import check_values, values
 
 KRYLOV = 20  # products of Arnoldi's method in the spectral radius
 TRUSTED = 0.1  # residual of its value, relative, up to which it counts
@@ -136,6 +136,7 @@ def spectral_radius(
         tensor([0.9000, 0.9000, 0.9000], dtype=torch.float64)
     """
     check_count("iterations", iterations, 2)
+    check_values("z", z)
     packing = Packing(z, groups)
     with torch.inference_mode(False), torch.enable_grad():
         leaves, outputs = _evaluated(cell, z, x)
@@ -197,6 +198,7 @@ def _ritz(projected: Tensor) -> tuple[Tensor, Tensor]:
 
 def _evaluated(cell: Callable[[Any, Any], Any], z: Any, x: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Leaves of z and of the cell's value at z, connected by an autograd graph."""
+    check_values("z", z)
     z, x = (pytree.tree_map_only(Tensor, countable, tree) for tree in (z, x))
     z = detached(z, requires_grad=True)
     return pytree.tree_leaves(z), in_order_of(z, uncompiled(cell)(not_leaves(z), x))

@@ -152,6 +152,7 @@ class Solution:
     trace_abs: Tensor | None = None
     position_iterations: Tensor | None = None
     arriving: Arriving | None = field(default=None, repr=False, compare=False)  # the counts of these statuses
+    inverse: Callable[[Any], Any] | None = field(default=None, repr=False, compare=False)  # of a solve that keeps it
 
     def changed(self, **changes: Any) -> Solution:
         """Return this solution with other fields. Unlike ``dataclasses.replace`` it waits for nothing."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from deqfast import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
-from deqfast.engine.solve import Inverse, Options, Solve
+from deqfast.engine.solve import Options, Solve
 from deqfast.solution import Solution
 from deqfast.solvers import Anderson, Broyden, Picard, Solver
 
@@ -71,9 +71,10 @@ def solve_with_inverse(
     f: Callable[..., Any], z0: Any, solver: Solver, kernel: str, drop_converged: bool = False
 ) -> tuple[Solution, Callable[[Any], Any]]:
     """Solution, and the estimate v -> (I - J^T)^-1 v that ``SHINE`` takes from its history."""
-    kept: list[Inverse] = []
     options = Options(solver=solver, kernel=kernel, drop_converged=drop_converged, keeps_inverse=True)
-    return Solve(z0, options)(f, z0, keep=kept.append), kept[0]
+    solution = Solve(z0, options)(f, z0)
+    assert solution.inverse is not None
+    return solution, solution.inverse
 
 
 def assert_solves(solution: Solution, problem: FixedPoint) -> None:

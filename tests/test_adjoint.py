@@ -387,9 +387,10 @@ def test_backward_passes_are_alike_and_the_graph_is_freed_with_the_output(adjoin
         gc.enable()
 
 
-@pytest.mark.parametrize("adjoint", ["jfb", "phantom"])
+@pytest.mark.parametrize("adjoint", ["jfb", "phantom", "implicit", "neumann"])
 def test_an_in_place_residual_frees_its_graph(adjoint):
-    """The input then depends on the value. (Tensors that torch saves make a cycle as well.)"""
+    """The input then depends on the value. Those that keep the evaluation free it in the backward pass, as torch does
+    what it saves."""
     cell, held = torch.nn.Linear(3, 3), []
     torch.nn.init.orthogonal_(cell.weight, gain=0.3)
 
@@ -400,9 +401,28 @@ def test_an_in_place_residual_frees_its_graph(adjoint):
 
     x = torch.randn(4, 3, requires_grad=True) * 1
     x += DEQBlock(call, adjoint=adjoint, warn=False)(x)
+    if adjoint not in ("jfb", "phantom"):
+        x.sum().backward()
     del x
     gc.collect()
     assert held and all(reference() is None for reference in held)
+
+
+@pytest.mark.parametrize("adjoint", ["implicit", "neumann", Reversible(5)], ids=str)
+def test_a_second_backward_pass_needs_a_graph_that_was_kept(adjoint):
+    toy = Toy()
+    z = toy.block(adjoint)(toy.x, z0=toy.z0)
+    z.sum().backward()
+    with pytest.raises(RuntimeError, match="second time|retain_graph=True"):
+        z.sum().backward()
+
+
+def test_reversible_notices_a_cell_that_reads_its_value():
+    toy, held = Toy(), [0.0]
+    z = DEQBlock(lambda z, x: toy.cell(z + held[0], x), adjoint=Reversible(2), warn=False)(toy.x, z0=toy.z0)
+    held[0] = z
+    with pytest.raises(RuntimeError, match="the cell has changed and reads the block's own value now"):
+        z.sum().backward()
 
 
 def test_names_stand_for_default_adjoints():

@@ -280,6 +280,16 @@ def test_a_forward_pass_that_raises_is_ended_too(hook):
     assert log == ["begin_solve", "call", hook]
 
 
+def test_all_modules_end_their_solve_if_the_first_fails():
+    cell, ended = nn.ModuleList([nn.Module(), nn.Module()]), []
+    cell.forward = halve
+    for number, module in enumerate(cell):
+        module.end_solve = lambda number=number: ended.append(number) or [][number]
+    with pytest.raises(IndexError):
+        DEQBlock(cell)(torch.ones(2, 3))
+    assert ended == [0, 1]
+
+
 @every_adjoint
 def test_bfloat16_autocast(adjoint):
     adjoint = Reversible(steps=5) if adjoint == "reversible" else adjoint  # more steps amplify the rounding of products

@@ -446,7 +446,7 @@ class TestExport:
                 return super().forward(z, x)
 
         model = Judged(Picard(max_iter=3), cell=Counting(), kernel=kernel, warn=False)
-        with pytest.warns(UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the cell"):
+        with pytest.warns(UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the solve"):
             program = exported(model)
         assert int(program.module()(x := torch.randn(3, 3))[-1]) == 3 and same(program, model, x)
 
@@ -496,6 +496,33 @@ class TestExport:
         )
         subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True)
         assert_close(torch.load(tmp_path / "y.pt"), model(x), rounding(torch.float32))
+
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"])
+    def test_a_complex_state(self, kernel):
+        class Complex(Cell):
+            def forward(self, z, x):
+                return torch.complex(super().forward(z.real, x), 0.5 * z.imag.sin() + x)
+
+        model = Model(Picard(max_iter=3), cell=Complex(), kernel=kernel, warn=False)
+        model.forward = lambda x: model.block(x, z0=torch.complex(x, x))
+        program = torch.export.export(model.eval(), (torch.randn(5, 4),), dynamic_shapes=({0: BATCH},))
+        for batch in (1, 7):
+            x = torch.randn(batch, 4)
+            assert torch.equal(program.module()(x), model(x))
+
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"])
+    def test_a_program_has_no_gradient_through_its_solve(self, kernel):
+        model = Model(Picard(max_iter=2), kernel=kernel, warn=False)
+        model.forward = lambda x: model.block(x) + x
+        x = torch.randn(5, 4, requires_grad=True)
+        program = torch.export.export(model.eval(), (x.detach(),)).module()
+        (gradient,) = torch.autograd.grad(program(x).sum(), x)
+        assert torch.equal(gradient, torch.ones_like(x))
+
+    def test_a_strict_export_is_refused(self):
+        """Its program would call this process's block by its number."""
+        with pytest.raises(RuntimeError, match="with strict=False and in evaluation mode"):
+            torch.export.export(DEQBlock(Cell()).eval(), (torch.randn(5, 4),), strict=True)
 
     def test_unrolled_and_the_solution(self):
         model, x = Judged(Picard(max_iter=3), "unrolled", warn=False), torch.tensor([[1.0] * 3, [torch.nan] * 3])

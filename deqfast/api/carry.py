@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_count
-from ..state.rows import rows_of
+from ..state.rows import all_finite
 from ..torch_internals import pytree
 from .block import DEQBlock
 
@@ -123,7 +123,7 @@ class Carry:
         if not isinstance(done, Tensor) or done.dtype != torch.bool or done.shape != self.age.shape:
             got = f"{tuple(done.shape)} {done.dtype}" if isinstance(done, Tensor) else repr(done)
             raise ValueError(f"done must be a mask ({len(self)},) torch.bool, got {got}")
-        finite = torch.stack([torch.isfinite(rows_of(leaf)).all(dim=1) for leaf in pytree.tree_leaves(z)]).all(dim=0)
+        finite = all_finite(pytree.tree_leaves(z))
         rows = (done.to(self.age.device) | ~finite).nonzero().flatten()
         data, age = self.data, self.age + 1
         if len(rows) and (fresh := self._next(len(rows))) is not None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_number
+from .._checks import check_number, described
 from ..solution import Solution, Status
 from ..solvers import Anderson, Solver, as_solver
 from ..state.norms import lengths
 from ..state.packing import Packing
 from ..state.rows import per_row, rows_of
 from ..torch_internals.autograd import vjp
+from ..torch_internals.transforms import check_values
 from .solve import solve
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -114,7 +115,8 @@ def find_fixed_points(
     """
     check_number("distance", distance, 0.0, low_open=True)
     if not (isinstance(starts, Tensor) and starts.dtype in (torch.float32, torch.float64) and starts.dim()):
-        raise TypeError(f"starts must be a float32 or float64 tensor (B, ...), got {_described(starts)}")
+        raise TypeError(f"starts must be a float32 or float64 tensor (B, ...), got {described(starts)}")
+    check_values("starts", starts)
     solver = Anderson(RTOL[starts.dtype], max_iter=1000) if solver is None else as_solver(solver)
     near = _Nearness(f, starts, min(solver.rtol, RTOL[starts.dtype]))
     solution = near.at_zero(solve(f, starts, solver, kernel, stop_fn=near if near.is_fixed.any() else None))
@@ -189,7 +191,3 @@ def _eigenvalues(f: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
     numbers = torch.full(jacobian.shape[:2], torch.nan, dtype=jacobian.dtype.to_complex(), device=jacobian.device)
     numbers[known] = torch.linalg.eigvals(jacobian[known])
     return numbers.gather(1, numbers.abs().argsort(dim=1, descending=True))
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -8,10 +8,10 @@ from typing import Any
 
 from .._checks import check_callable, check_choice, check_flag
 from ..engine.loop import StopFn
-from ..engine.refusals import Option, asked, check_served, kinds
+from ..engine.refusals import Option, asked, check_ops, check_served, kinds
 from ..engine.runners import cuda_graph
 from ..engine.runners.compiled import check_solver
-from ..engine.solve import Options, check_causal
+from ..engine.solve import Options
 from ..gradients import Adjoint, as_adjoint
 from ..ops import check_kernel_name
 from ..solvers import Solver, as_solver
@@ -64,7 +64,7 @@ class BlockOptions:
         check_together(self.given())
         for solver in (self.solver, self.eval_solver or self.solver):
             if self.causal:
-                check_causal(solver)
+                check_ops("causal", solver)
             if self.compile:
                 check_solver(solver)
         own = getattr(self.adjoint, "solver", None)

@@ -163,7 +163,13 @@ def _has(module: nn.Module, event: str) -> bool:
 
 
 def _notify(modules: Sequence[nn.Module], *events: str) -> None:
-    """Call the first of these hooks that each module has."""
+    """Call the first of these hooks that each module has; the first of their errors is raised after all calls."""
+    failed: BaseException | None = None
     for module in modules:
         if event := next((event for event in events if _has(module, event)), None):
-            getattr(module, event)()
+            try:
+                getattr(module, event)()
+            except BaseException as error:
+                failed = failed or error
+    if failed is not None:
+        raise failed

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from ..ops import Kernel
-from ..ops.steps import StopRule
 from ..solution import Late
-from ..solvers import Anderson, Auto, Broyden, MixedAnderson, Picard, Solver
-from ..solvers.base import State, Step
+from ..solvers import Auto, MixedAnderson, Solver
+from ..solvers.base import State
 from ..torch_internals.graphs import Parts
-from .loop import Evaluation
-from .refusals import Option, Refusals, check_served, kinds
+from .refusals import Option, Refusals, check_ops, check_served, kinds
 
 _REPLAYS = "a graph replays the same work"
 REFUSES: Refusals = {
@@ -31,7 +29,6 @@ REFUSES: Refusals = {
 }
 DEVICE = "cuda"  # the only type of device with graphs
 EACH = 2  # evaluations of a pass: a sample that ends in the first one costs a surplus one, and a look is saved
-SERVED = (Picard, Anderson, Broyden)
 
 
 def check_device_loop(way: str, solver: Solver, kernel: Kernel, asked: Iterable[Option]) -> None:
@@ -40,8 +37,7 @@ def check_device_loop(way: str, solver: Solver, kernel: Kernel, asked: Iterable[
     way: what asks for a solve that the device ends.
     """
     check_served(way, REFUSES, [*asked, *kinds(solver)])
-    if type(solver) not in SERVED:
-        raise ValueError(f"{way} serves Picard, Anderson and Broyden, whose steps are ops, got {solver}")
+    check_ops(way, solver)
     if kernel.name == "torch":
         raise RuntimeError(f"{way} needs kernel 'cuda' or 'triton': the steps of 'torch' read their number")
 
@@ -49,19 +45,15 @@ def check_device_loop(way: str, solver: Solver, kernel: Kernel, asked: Iterable[
 class DeviceLoop:
     """The evaluations of one solve, in parts: `first` in the beginning, and then at most `most` passes.
 
-    evaluate: calls f. rule: the stop rule for an f that has returned this value.
-    counted: evaluations that the beginning has at least.
+    iteration: runs iteration k, which may be the last. counted: evaluations that the beginning has at least.
     """
 
-    def __init__(
-        self, evaluate: Evaluation, solver: Solver, rule: Callable[[Any], StopRule], state: State, counted: int = 0
-    ) -> None:
-        self.state, self.max_iter = state, solver.max_iter
+    def __init__(self, iteration: Callable[[int, bool], Any], state: State, max_iter: int, counted: int = 0) -> None:
+        self.state, self.max_iter = state, max_iter
         counted = max(counted, 1)
         self.first = counted + (self.max_iter - counted) % EACH
         self.most = (self.max_iter - self.first) // EACH
-        self._evaluate, self._solver, self._rule = evaluate, solver, rule
-        self._step: Step | None = None
+        self._iteration = iteration
         self._made = None if state.trace is None else torch.zeros(1, dtype=torch.int64, device=state.z.device)
 
     def begin(self) -> None:
@@ -77,12 +69,8 @@ class DeviceLoop:
         self.state.carry()
 
     def _iterate(self, k: int, last: bool) -> None:
-        value, rows = self._evaluate()
+        self._iteration(k, last)
         state = self.state
-        if self._step is None:
-            state.rule = self._rule(value)
-            self._step = self._solver.bind(state)
-        self._step(rows, k, last)
         if state.trace is not None and self._made is not None:
             state.trace.index_copy_(0, self._made, state.residual[None])
             self._made += 1

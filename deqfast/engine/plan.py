@@ -19,7 +19,7 @@ from ..torch_internals.transforms import Context
 from ..torch_internals.weights import attribute
 from .runners.compiled import Compiled
 from .runners.cuda_graph import Graphs
-from .solve import Inverse, Options, Solve, Solves
+from .solve import Options, Solve, Solves
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,9 +37,6 @@ class Plan:
     compiled: Compiled | None = None  # its code runs the forward solve
     linearised: Callable[[Any, Any, Any], Any] | None = None  # its code runs the backward solve of ``Implicit``
     context: Context = "eager"  # where the forward pass runs
-    keep_inverse: Callable[[Inverse], None] | None = (
-        None  # gets the inverse's estimate, if the options keep its history
-    )
     on_backward: Callable[[Solution], None]  # called with the Solution of a backward solve
     advances: bool = False  # the value comes from the gradient's own calls of the cell, and is not z*
 
@@ -109,7 +106,7 @@ def run(plan: Plan) -> Solution:
         solve = plan.solve(plan.options, plan.z0)
         return plan.graphs.solve(solve, plan.cell, plan.x, plan.z0, lambda: in_loop(plan))
     if plan.compiled is not None:
-        return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.options, plan.keep_inverse)
+        return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.options)
     return in_loop(plan)
 
 
@@ -119,14 +116,14 @@ def in_loop(plan: Plan) -> Solution:
     if plan.options.drop_converged:
         marks = dropped_samples(x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample)
         return plan.solve(plan.options, plan.z0)(
-            lambda z, rows: cell(z, x if rows is None else take_rows(x, marks, rows)), plan.z0, False, plan.keep_inverse
+            lambda z, rows: cell(z, x if rows is None else take_rows(x, marks, rows)), plan.z0
         )
     f: Any = lambda z: cell(z, x)  # noqa: E731  (it may have an attribute)
     if plan.options.causal and (hook := attribute(cell, "from_position")) is not None:
         if not callable(hook):
             raise TypeError(f"from_position of the cell must be a method, got {type(hook).__name__}")
         f.from_position = lambda z, first, value: hook(z, x, first, value)
-    return plan.solve(plan.options, plan.z0)(f, plan.z0, plan.is_fresh, plan.keep_inverse)
+    return plan.solve(plan.options, plan.z0)(f, plan.z0, plan.is_fresh)
 
 
 def _by_cell(plan: Plan) -> Solution | None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+from ..solvers import Anderson, Broyden, Picard, Solver
+
 Option = str | type
 """Name of an option, or the class of a solver or an adjoint."""
 Refusals = Mapping[Option, str]
@@ -29,3 +31,14 @@ def check_served(way: Option, refused: Refusals, options: Iterable[Option], owne
     for option in options:
         if option in refused:
             raise ValueError(f"{name_of(way)} cannot be combined with {name_of(option)}{owner}: {refused[option]}")
+
+
+def has_ops(solver: Solver) -> bool:
+    """Return whether all of this solver's step is an op; a subclass may do more in a step."""
+    return type(solver) in (Picard, Anderson, Broyden)
+
+
+def check_ops(way: str, solver: Solver, owner: str = "") -> None:
+    """Raise ValueError if this way of running a solve needs the step of the solver to be an op, and it is none."""
+    if not has_ops(solver):
+        raise ValueError(f"{way} serves Picard, Anderson and Broyden, whose steps are ops, got {solver}{owner}")

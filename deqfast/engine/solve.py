@@ -17,7 +17,7 @@ from ..ops import Kernel, choose_kernel
 from ..ops.steps import StopRule
 from ..ops.steps.positions import Positions
 from ..solution import Arriving, Late, LateSolution, Solution
-from ..solvers import Anderson, Auto, Broyden, Picard, Solver
+from ..solvers import Auto, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import Multisecant
 from ..state.floors import PRECISIONS
@@ -27,13 +27,12 @@ from ..torch_internals import pytree
 from ..torch_internals.graphs import unread
 from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.weights import NOTHING
-from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
-from .loop import CommonWatch, Compaction, Front, StopFn, iterate, stop, watch_of, whole
-from .refusals import Option, asked
+from .device_loop import DeviceLoop, advance_in_capture, check_device_loop, is_captured
+from .loop import CommonWatch, Compaction, Evaluation, Front, StopFn, iterate, stop, watch_of, whole
+from .refusals import Option, asked, check_ops
 
 Inverse = Callable[[Any], Any]
 """v -> (I - J^T)^-1 v, an estimate for v like z0, with J the Jacobian of f at the value of a solve."""
-Keep = Callable[[Inverse], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,17 +105,17 @@ class Solve:
         self._init = init_of(options)
         self._rules: dict[Any, StopRule] = {}
 
-    def __call__(self, f: Callable[..., Any], z0: Any, is_fresh: bool = False, keep: Keep | None = None) -> Solution:
+    def __call__(self, f: Callable[..., Any], z0: Any, is_fresh: bool = False) -> Solution:
         """Solve from z0 without gradient.
 
-        is_fresh: z0 is finite, and nobody else uses its memory. keep: called at the end with the estimate of the
-        inverse. While a CUDA graph is captured, nobody knows whether z0 is finite.
+        is_fresh: z0 is finite, and nobody else uses its memory. While a CUDA graph is captured, nobody knows whether z0
+        is finite.
         """
         device, together, parts = self.packing.device, self.options.lockstep, self.options.state_group
-        if self.max_iter and device.type == DEVICE and torch.cuda.is_current_stream_capturing():
+        if self.max_iter and is_captured(device):
             with torch.no_grad():
                 state = self.begin(z0, is_fresh, checks=False)
-                return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")), None, keep)
+                return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")))
         with torch.no_grad(), InStep(together, device, parts) if together else NOTHING as ranks:
             state = self.begin(z0, is_fresh, checks=not unread.is_on)
             watch = watch_of(state.active) if ranks is None else CommonWatch(state.active, ranks)
@@ -134,7 +133,7 @@ class Solve:
                 return self.solver.resume(state, k, self.max_iter)
 
             made = iterate(advance, self.max_iter, watch, self.solver.patience, resume)
-            return self._end(state, made, None if part is None else part.samples, keep)
+            return self._end(state, made, None if part is None else part.samples)
 
     def begin(self, z0: Any, is_fresh: bool = False, checks: bool = True) -> State:
         """State before the first evaluation; ValueError if z0 is not finite and this `checks`."""
@@ -161,32 +160,45 @@ class Solve:
             state.trace = state.z.new_empty(self.solver.max_iter, 2, self.packing.batch)
         return state
 
-    def body(self, evaluate: Callable[[], tuple[Any, Tensor]], state: State) -> Callable[[int, int], int | None]:
+    def body(self, evaluate: Evaluation, state: State) -> Callable[[int, int], int | None]:
         """Function that runs the iterations `first` ... `until` - 1; it returns the last step's result."""
-        last, stop_fn, step = self.solver.max_iter - 1, self.options.stop_fn, None
+        last, iteration = self.solver.max_iter - 1, self.iteration(evaluate, state)
         lines = None if state.trace is None else iter(state.trace)  # a solver may skip numbers of evaluations
 
         def advance(first: int, until: int) -> int | None:
-            nonlocal step
             running = None
             for k in range(first, until):
-                value, rows = evaluate()
-                if step is None:
-                    state.rule = self.rule(value)
-                    step = self.solver.bind(state)
-                if stop_fn is not None:
-                    rows = stop(stop_fn, self.packing, state, value, rows, k)
-                running = step(rows, k, k == last)
+                running = iteration(k, k == last)
                 if lines is not None:
                     next(lines).copy_(state.residual)
             return running
 
         return advance
 
+    def iteration(self, evaluate: Evaluation, state: State) -> Callable[[int, bool], int | None]:
+        """Function that runs iteration k, which may be the last, and returns its step's result.
+
+        The step is bound when f has returned its first value, on whose dtypes the rule depends.
+        """
+        stop_fn, step = self.options.stop_fn, None
+
+        def run(k: int, last: bool) -> int | None:
+            nonlocal step
+            value, rows = evaluate()
+            if step is None:
+                state.rule = self.rule(value)
+                step = self.solver.bind(state)
+            if stop_fn is not None:
+                rows = stop(stop_fn, self.packing, state, value, rows, k)
+            return step(rows, k, last)
+
+        return run
+
     def device_loop(self, f: Callable[..., Any], state: State, way: str) -> DeviceLoop:
         """The evaluations of f for a CUDA graph; ``check_device_loop`` says what is refused."""
         check_device_loop(way, self.solver, self.kernel, self.options.given())
-        return DeviceLoop(whole(f, self.packing, state), self.solver, self.rule, state, self.options.counted)
+        iteration = self.iteration(whole(f, self.packing, state), state)
+        return DeviceLoop(iteration, state, self.solver.max_iter, self.options.counted)
 
     def rule(self, value: Any) -> StopRule:
         """Stop rule for an f that has returned this value."""
@@ -195,13 +207,12 @@ class Solve:
             rule = self._rules[dtypes] = self.solver.rule(self.packing.stall_floor(value))
         return rule
 
-    def _end(self, state: State, evaluations: Any, sample_evaluations: int | None, keep: Keep | None) -> Solution:
-        """Solution of a solve that ended in `state`, see ``solution_of``; `keep` is called before.
+    def _end(self, state: State, evaluations: Any, sample_evaluations: int | None = None) -> Solution:
+        """Solution of a solve that ended in `state`, see ``solution_of``.
 
         The last position of a causal solve speaks for its sequence.
         """
-        if keep is not None:
-            keep(inverse_of(self.packing, self.solver, state))
+        inverse = inverse_of(self.packing, self.solver, state) if self.options.keeps_inverse else None
         value = state.best if self.packing.is_rows else self.packing.unpack(state.best)
         (status, iterations, residual, trace), own = (state.status, state.iterations, state.residual, state.trace), None
         if (length := self.packing.length) is not None:
@@ -209,7 +220,8 @@ class Solve:
             status, iterations, residual = (t[..., last].clone() for t in (status, iterations, residual))
             trace = None if trace is None else trace[..., last]
         ended = status, iterations, residual.unbind()
-        return solution_of(self.packing, self.solver, value, *ended, evaluations, sample_evaluations, trace, None, own)
+        more: dict[str, Any] = dict(trace=trace, position_iterations=own, inverse=inverse)
+        return solution_of(self.packing, self.solver, value, *ended, evaluations, sample_evaluations, **more)
 
 
 def solution_of(
@@ -224,6 +236,7 @@ def solution_of(
     trace: Tensor | None = None,
     arriving: Arriving | None = None,
     position_iterations: Tensor | None = None,
+    inverse: Inverse | None = None,
 ) -> Solution:
     """Solution of a solve with these results.
 
@@ -256,6 +269,7 @@ def solution_of(
         trace_abs=traces[1],
         position_iterations=position_iterations,
         arriving=arriving,
+        inverse=inverse,
     )
     return solution
 
@@ -264,17 +278,11 @@ def kernel_of(options: Options, device: torch.device) -> Kernel:
     """Kernel of a solve; ValueError if its steps cannot sum over positions, or over processes."""
     parts = options.state_group
     if options.causal:
-        check_causal(options.solver)
-    elif parts is not None and type(options.solver) not in (Picard, Anderson, Broyden, Auto):
-        raise ValueError(f"state_group serves Picard, Anderson, Broyden and Auto, got {options.solver}")
+        check_ops("causal", options.solver)
+    elif parts is not None and type(options.solver) is not Auto:
+        check_ops("state_group", options.solver)
     kernel = choose_kernel(options.kernel, device)
     return kernel if parts is None else replace(kernel, parts=parts)
-
-
-def check_causal(solver: Solver) -> None:
-    """Raise ValueError unless this solver's steps can sum over positions."""
-    if type(solver) not in (Picard, Anderson, Broyden):
-        raise ValueError(f"causal serves Picard, Anderson and Broyden, whose steps sum over positions, got {solver}")
 
 
 def check_finite(rows: Tensor, parts: Ranks | None = None) -> Tensor:

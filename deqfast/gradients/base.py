@@ -31,7 +31,16 @@ from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import per_row
 from ..torch_internals import pytree
-from ..torch_internals.autograd import Gradients, Graph, edge_of, in_order_of, not_leaves, requiring_grad, with_nodes
+from ..torch_internals.autograd import (
+    Gradients,
+    Graph,
+    edge_of,
+    in_order_of,
+    keeps_graph,
+    not_leaves,
+    requiring_grad,
+    with_nodes,
+)
 from ..torch_internals.dynamo import untraced
 from ..torch_internals.transforms import Members
 from ..torch_internals.weights import next_node
@@ -200,6 +209,8 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def pull(ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
         to, inputs = ctx.to, len(ctx.needs_input_grad)
+        if to is None:
+            raise RuntimeError("deqfast: a second backward pass through a block needs retain_graph=True in the first")
         full: list[Any] = list(grads)
         if any([g is None for g in grads]):
             known = next((g for g in grads if g is not None), None)
@@ -214,6 +225,8 @@ class _Attach(torch.autograd.Function):
         else:
             pulled, past = _with_graph(to.rule, to.graph, full, _sources(ctx))
         pulled = [g if g.dtype == dtype else g.to(dtype) for g, dtype in zip(pulled, to.dtypes, strict=True)]
+        if not keeps_graph():
+            ctx.to = None  # as torch frees saved tensors; it may lead back here, if work in place made x depend on z*
         return (None, *pulled, *past, *[None] * (inputs - 1 - len(pulled) - len(past)))
 
 

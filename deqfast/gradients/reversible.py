@@ -193,10 +193,20 @@ class _Reversed(torch.autograd.Function):
     @staticmethod
     def pull(ctx: Any, grads: tuple[Tensor, ...]) -> Any:
         sources = list(ctx.saved_tensors)
-        with torch.no_grad():
-            pulled = ctx.run.pull(list(grads), sources)
+        run, ctx.run = ctx.run, None
+        if run is None:
+            raise RuntimeError(
+                "deqfast: the graph of Reversible is used again: pass retain_graph=True to the first backward pass, "
+                "unless the cell has changed and reads the block's own value now"
+            )
+        try:
+            with torch.no_grad():
+                pulled = run.pull(list(grads), sources)
+        except BaseException:
+            ctx.run = run
+            raise
         if torch.is_grad_enabled():
             pulled = [g if g is None else NoDoubleBackward.apply(g, "Reversible", *grads, *sources) for g in pulled]
-        if not autograd.keeps_graph():
-            ctx.run = None  # as torch frees saved tensors
+        if autograd.keeps_graph():  # else the run is freed, as torch frees saved tensors
+            ctx.run = run
         return (*[None] * (2 + ctx.count), *pulled)

@@ -52,12 +52,13 @@ class SHINE(Adjoint):
             return super().__call__(plan)
         if not isinstance(plan.solver, Multisecant):
             raise ValueError(f"SHINE needs the history of Anderson or Broyden, got {plan.solver}")
-        kept: list[Inverse] = []
-        plan = replace(plan, options=plan.options.keeping, keep_inverse=kept.append)
+        plan = replace(plan, options=plan.options.keeping)
         solution = run(plan)
+        inverse, solution = solution.inverse, solution.changed(inverse=None)  # whose history lives with the graph only
+        assert inverse is not None
         z, x, broken = plan.without_broken(solution)
         recorded = Recorded(plan.cell, detached(z), x)
-        rule = _Shared(self.fallback, solution, plan, kept.pop())
+        rule = _Shared(self.fallback, solution, plan, inverse)
         return attach(solution.value, recorded, rule, broken), confirmed(solution, plan.options, z, recorded.outputs)
 
 

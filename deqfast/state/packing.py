@@ -71,7 +71,7 @@ class _Leaf:
         if self.is_rows:
             return rows.view_as(rows)
         if self.dtype.is_complex:
-            rows = torch.view_as_complex(rows.contiguous().view(len(rows), self.width // 2, 2))
+            rows = torch.view_as_complex(rows.contiguous().view(rows.shape[0], self.width // 2, 2))
         if self.in_order:
             return rows.reshape(self.shape)
         sizes = [self.shape[d] for d in self.order]

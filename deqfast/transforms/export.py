@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..engine.plan import Plan
-from ..engine.refusals import Refusals, check_served, kinds
-from ..engine.runners.code_loop import IS_NEW, KERNEL, code_options, loop_of, serves, solve_in_code
+from ..engine.refusals import Refusals, check_ops, check_served, kinds
+from ..engine.runners.code_loop import IS_NEW, KERNEL, code_options, loop_of, solve_in_code
 from ..engine.solve import Options, solution_of
 from ..gradients import Adjoint
 from ..gradients.unrolled import Iterated
@@ -25,6 +25,7 @@ from ..solvers.base import State
 from ..solvers.multisecant import MultisecantState
 from ..state.evaluation import evaluate
 from ..state.packing import Packing
+from ..torch_internals.autograd import detached
 from ..torch_internals.dynamo import reason
 
 _solves = itertools.count(1)
@@ -45,7 +46,7 @@ def export(plan: Plan, adjoint: Adjoint) -> tuple[Any, Solution]:
     if isinstance(adjoint, Iterated):
         return adjoint(plan)
     solution = solve_in_export(lambda z: plan.cell(z, plan.x), plan.z0, plan.options)
-    return solution.value, solution
+    return detached(solution.value), solution  # an export serves inference
 
 
 def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solution:
@@ -60,8 +61,7 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
     """
     solver, name = options.solver, "torch" if options.kernel == "auto" else options.kernel
     check_served("torch.export", REFUSES, kinds(solver))
-    if not serves(solver):
-        raise ValueError(f"torch.export serves Picard, Anderson and Broyden, whose steps are ops, got {solver}")
+    check_ops("torch.export", solver)
     packing = Packing(z0, options.groups, options.scale)
     kernel, z = replace(choose_kernel(name, packing.device), in_graph=True), packing.pack(z0)
     if packing.groups is None and kernel.name == KERNEL:
@@ -80,7 +80,7 @@ def solve_in_export(f: Callable[[Any], Any], z0: Any, options: Options) -> Solut
 
 
 def _warn(error: Exception) -> None:
-    what = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
+    what = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the solve"
     warnings.warn(f"{what}: {reason(error)}", stacklevel=4)
 
 

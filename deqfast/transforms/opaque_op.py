@@ -69,6 +69,7 @@ def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: G
 
     Raises:
         ValueError: the call is within a gradient of torch.func, or has trace=True and `return_solution`.
+        RuntimeError: torch.export traces with strict=True.
         TypeError: x or z0 holds anything other than tensors, None, truth values and strings in dicts, lists and tuples.
     """
     if _is_transformed():
@@ -103,11 +104,15 @@ def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: G
 
 @constant_in_traces
 def _is_transformed() -> bool:
-    """Return whether the trace is within torch.func or forward-mode AD; ValueError if it is in reverse mode.
+    """Return whether the trace is within torch.func or forward-mode AD.
+
+    Raises ValueError in reverse mode, and RuntimeError in a strict export, whose program would hold a block's number.
 
     Dynamo runs this function uncompiled, and the error ends the trace. If dynamo traced the error, it would then
     compile the calls inside of the transform, which fails in torch.
     """
+    if torch.compiler.is_exporting():
+        raise RuntimeError("deqfast: torch.export serves blocks with strict=False and in evaluation mode: call eval()")
     check_served("torch.compile", REFUSES, ["a gradient of torch.func"] * in_reverse_mode())
     return in_torch_func() or in_forward_mode()
 

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from ...ops import Kernel
 from ...ops.steps import PROGRESS
 from ...ops.steps.loops import PARTS, c_functions
-from ...solvers import Anderson, Broyden, Picard, Solver
+from ...solvers import Solver
 from ...solvers.base import State
 from ...solvers.multisecant import MultisecantState
 from ...state.packing import Packing
@@ -63,13 +63,8 @@ class Loop:
         return replace(self.start, left=history[0], df=history[1], gram=gram, iterations=iterations)
 
 
-def serves(solver: Solver) -> bool:
-    """Return whether a loop can run this solver's steps; a subclass may do more in a step."""
-    return type(solver) in (Picard, Anderson, Broyden)
-
-
 def loop_of(packing: Packing, options: Options, z: Tensor, kernel: Kernel) -> Loop:
-    """Loop for batches of any size with samples like the rows z (B, D), if the loop ``serves`` the solver."""
+    """Loop for batches of any size with samples like the rows z (B, D), if the solver ``has_ops``."""
     solver, start = options.solver, init_of(options)(z[:0], kernel)
     name, _, numbers = solver.operation(start)
     parts, dim = PARTS[name], z.shape[1]

@@ -17,9 +17,9 @@ from ...state.evaluation import evaluate
 from ...state.packing import Packing
 from ...torch_internals import pytree
 from ...torch_internals.dynamo import Codes, is_failed_trace, reason
-from ..refusals import Refusals, check_served, kinds
-from ..solve import Keep, Options, Solve, inverse_of, not_finite, solution_of
-from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, serves, solve_in_code
+from ..refusals import Refusals, check_ops, check_served, kinds
+from ..solve import Options, Solve, inverse_of, not_finite, solution_of
+from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, solve_in_code
 
 _WHOLE_BATCHES = "its code is one loop for whole batches"
 REFUSES: Refusals = {
@@ -38,8 +38,7 @@ REFUSES: Refusals = {
 def check_solver(solver: Solver, owner: str = "") -> None:
     """Raise ValueError if compiled code cannot run the steps of this solver; `owner` says whose it is."""
     check_served("compile", REFUSES, kinds(solver), owner)
-    if not serves(solver):
-        raise ValueError(f"compile=True serves Picard, Anderson and Broyden, whose steps are ops, got {solver}{owner}")
+    check_ops("compile=True", solver, owner)
 
 
 class Compiled:
@@ -50,7 +49,7 @@ class Compiled:
         self._codes = Codes(solve_in_code, _options)
         self._loops: dict[Any, Loop] = {}
 
-    def solve(self, cell: Any, x: Any, z0: Any, options: Options, keep: Keep | None = None) -> Solution:
+    def solve(self, cell: Any, x: Any, z0: Any, options: Options) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x).
 
         Raises:
@@ -67,7 +66,7 @@ class Compiled:
                 self._loops[key] = loop_of(packing, options, z, Kernel(KERNEL))
             loop = self._loops[key]
             if not packing.batch:
-                return Solve(z0, options)(cell, z0, keep=keep)
+                return Solve(z0, options)(cell, z0)
             history = loop.new_history(packing.batch)
             # Without a graph: otherwise code would be compiled for each choice of tensors that require a gradient.
             x = x.detach() if isinstance(x, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, x)
@@ -77,15 +76,12 @@ class Compiled:
             calls = int(evaluations)
             if not calls:
                 raise not_finite(torch.isfinite(z).all(dim=1))
-            if keep is not None:
-                inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
-
-                # The history is an argument, so that its memory is freed with the function.
-                def estimate(v: Any, history: Tensor = history) -> Any:
-                    return inverse(v)
-
-                keep(estimate)
-            return solution_of(packing, solver, packing.unpack(value), status, iterations, (relative, absolute), calls)
+            inverse = None
+            if options.keeps_inverse:
+                estimate = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
+                inverse = lambda v, history=history: estimate(v)  # noqa: E731  (it keeps the memory of the history)
+            ended = status, iterations, (relative, absolute), calls
+            return solution_of(packing, solver, packing.unpack(value), *ended, inverse=inverse)
 
     def _run(self, key: Any, cell: Any, x: Any, packing: Packing, loop: Loop, z: Tensor, history: Tensor) -> Any:
         try:
