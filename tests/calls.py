@@ -1,7 +1,7 @@
 """Files and calls of deqfast that one training step of a small block passes: the way through the code.
 
     python tests/calls.py jfb        files and calls of the third step, and each call in order with --list
-    python tests/calls.py implicit   the same, with a backward solve
+    python tests/calls.py implicit   the same, with a backward solve; both may be given
 
 The cell is tanh(Linear(z) + x) for 4 samples of 8 numbers, the solver Picard with five evaluations, the kernel cpp.
 """
@@ -55,13 +55,14 @@ def calls(adjoint: str) -> list[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("adjoint", choices=("jfb", "implicit"))
+    parser.add_argument("adjoint", choices=("jfb", "implicit"), nargs="+")
     parser.add_argument("--list", action="store_true", help="each call")
     asked = parser.parse_args()
-    passed = calls(asked.adjoint)
-    print(len({file for file, _ in passed}), "files", len(passed), "calls")
-    if asked.list:
-        print(*(f"{file} {function}" for file, function in passed), sep="\n")
+    for adjoint in asked.adjoint:
+        passed = calls(adjoint)
+        print(len({file for file, _ in passed}), "files", len(passed), "calls")
+        if asked.list:
+            print(*(f"{file} {function}" for file, function in passed), sep="\n")
 
 
 if __name__ == "__main__":

@@ -116,11 +116,10 @@ class Reads(TorchDispatchMode):
         self.lines = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        frames = [frame for frame, _ in traceback.walk_stack(None)]
-        if func is torch.ops.aten._local_scalar_dense.default and not any(
-            frame.f_code.co_filename == loop.__file__ for frame in frames
-        ):
-            self.lines.append(graphs.line_in(frames[0]))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            frames = [frame for frame, _ in traceback.walk_stack(None)]
+            if all(frame.f_code.co_filename != loop.__file__ for frame in frames):
+                self.lines.append(graphs.line_in(frames[0]))
         return func(*args, **(kwargs or {}))
 
 

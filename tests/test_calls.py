@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import subprocess
 import sys
@@ -13,10 +14,9 @@ SCRIPT = Path(__file__).with_name("calls.py")
 
 
 @pytest.mark.usefixtures("cpp_kernels")
-@pytest.mark.parametrize(("adjoint", "files", "calls"), [("jfb", 16, 120), ("implicit", 24, 320)])
-def test_files_and_calls_of_a_step(adjoint, files, calls):
-    """In a process of its own: a step asks more if dynamo is loaded."""
-    command = [sys.executable, SCRIPT, adjoint]
+def test_files_and_calls_of_a_step():
+    """In a process of their own: a step asks more if dynamo is loaded."""
+    command = [sys.executable, SCRIPT, "jfb", "implicit"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     passed = [int(number) for number in re.findall(r"\d+", printed)]
-    assert passed[0] <= files and passed[1] <= calls
+    assert len(passed) == 4 and all(map(operator.le, passed, (16, 120, 24, 320))), printed

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 
 import onnxruntime
 import pytest
@@ -129,7 +130,7 @@ NOT_KEPT = "deqfast: compiled autograd does not keep .*compile the model"
 @pytest.mark.parametrize(
     ("adjoint", "whole", "error"),
     [
-        *((name, False, NOT_KEPT) for name in ("implicit", "neumann", "shine")),
+        ("implicit", False, NOT_KEPT),  # as of every adjoint whose graph deqfast differentiates
         *((name, False, None) for name in (Reversible(3), Unrolled(3), "jfb", "phantom")),  # whose graph is torch's own
         ("implicit", True, None),
     ],
@@ -361,6 +362,7 @@ class TestOfABlock:
 
 BATCH = torch.export.Dim("batch")
 SLIDING = Anderson(rtol=1e-5, max_iter=9, history_size=3, kind="I")
+SHORTER = replace(SLIDING, history_size=2)  # for ONNX, whose export takes seconds
 WITH_PAIRS = Broyden(rtol=1e-5, max_iter=30, history_size=2, kind="bad")
 
 
@@ -395,13 +397,13 @@ class TestExport:
     @pytest.mark.parametrize(
         ("solver", "dtype", "kernel", "onnx"),
         [
-            (Broyden(max_iter=4), torch.float64, "torch", False),
+            (Broyden(max_iter=3), torch.float64, "torch", False),
             (Picard(max_iter=4), torch.float64, "cpp", False),
             (SLIDING, torch.float32, "cpp", False),
             (WITH_PAIRS, torch.float64, "cpp", False),
             pytest.param(Picard(max_iter=4), torch.float32, "torch", True, marks=pytest.mark.tier("full")),
-            pytest.param(SLIDING, torch.float64, "torch", True, marks=pytest.mark.tier("full")),
-            # Its graph has the operations of the graph of SLIDING.
+            pytest.param(SHORTER, torch.float64, "torch", True, marks=pytest.mark.tier("full")),
+            # Its graph has the operations of the graph of SHORTER.
             pytest.param(WITH_PAIRS, torch.float32, "torch", False, marks=pytest.mark.tier("full")),
         ],
         ids=str,
@@ -409,7 +411,10 @@ class TestExport:
     def test_the_answer_is_that_of_eager_mode(self, solver, dtype, kernel, onnx):
         """For samples that end early, run out of evaluations or break down, and for none; in ONNX to rounding."""
         model = Judged(solver, kernel=kernel, warn=False).to(dtype)
-        program = exported(model)
+        program, tanh = exported(model), torch.ops.aten.tanh.default
+        graphs = [program.graph_module, *program.graph_module.children()]
+        cells = sum(node.target is tanh for graph in graphs for node in graph.graph.nodes)
+        assert cells == (2 if kernel == "torch" else 1)  # torch's loop begins with the second evaluation
         x = torch.randn(7, 3, dtype=dtype)
         x[0], x[1] = 1e6, torch.nan
         assert same(program, model, x) and same(program, model, x[:1])
@@ -429,20 +434,6 @@ class TestExport:
                 assert_close(values[0], value, GRADIENT)
                 assert all(map(torch.equal, values[1:3], judged[:2])) and values[-1] == judged[-1]
 
-    @pytest.mark.parametrize(
-        ("solver", "kernel", "cells"),
-        [(Picard(1e-3, 500), "torch", 2), (Broyden(1e-3, 500, history_size=4), "cpp", 1)],
-        ids=["torch", "cpp"],
-    )
-    def test_a_loop_of_the_graph_ends_with_the_solve(self, solver, kernel, cells):
-        model = Judged(solver, kernel=kernel)
-        program = exported(model)
-        graphs = [program.graph_module, *program.graph_module.children()]
-        tanh = torch.ops.aten.tanh.default
-        assert sum(node.target is tanh for graph in graphs for node in graph.graph.nodes) == cells
-        counts = [int(program.module()(x)[-1]) for x in (torch.full((2, 3), 1e6), torch.randn(9, 3))]
-        assert counts[0] < counts[1] < 20
-
     @pytest.mark.parametrize("kernel", ["torch", "cpp"])
     def test_a_cell_that_no_loop_can_hold(self, kernel):
         """All evaluations are made, one after the other."""
@@ -454,10 +445,10 @@ class TestExport:
                 self.calls += 1
                 return super().forward(z, x)
 
-        model = Judged(Picard(max_iter=6), cell=Counting(), kernel=kernel, warn=False)
+        model = Judged(Picard(max_iter=3), cell=Counting(), kernel=kernel, warn=False)
         with pytest.warns(UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the solve"):
             program = exported(model)
-        assert int(program.module()(x := torch.randn(3, 3))[-1]) == 6 and same(program, model, x)
+        assert int(program.module()(x := torch.randn(3, 3))[-1]) == 3 and same(program, model, x)
 
     @pytest.mark.parametrize("kernel", ["torch", "cpp"])
     def test_samples_of_several_rows_run_without_a_loop(self, kernel):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiers
 import torch
-from covering import covering
+from tiers import covering
 
 ALL = [
     {"shape": shape, "dtype": dtype, "kernel": "triton", "op": op}
@@ -83,10 +83,10 @@ def collect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_fast_and_rest_are_the_full_tier_which_tests_that_are_named_have(collect, capsys):
-    fast, rest, full = (collect(f"--{tier}").names for tier in ("fast", "rest", "full"))
+    default, left, named = collect(), collect("--rest"), collect(".")
+    fast, rest, full = default.names, left.names, named.names
     assert f"tier fast: {len(rest)} tests left out, which --rest runs" in capsys.readouterr().out
     assert sorted(fast + rest) == sorted(full) and not set(fast) & set(rest)
     assert len(full) == len(set(full)) == 24 + 4 + 2 + 4 + 3
-    named = ([], "fast"), (["-k", "op or solve"], "full"), (["-m", "tier"], "full"), (["."], "full")
-    for options, tier in named:
-        assert collect(*options).tier == tier
+    chosen = [collect("-k", "op or solve"), collect("-m", "tier")]
+    assert [run.tier for run in (default, left, named, *chosen)] == ["fast", "rest", "full", "full", "full"]

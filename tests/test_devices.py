@@ -91,11 +91,3 @@ def test_the_value_of_f(solver, kernel):
     ):
         names_both(lambda f=f, z0=z0: deqfast.solve(f, z0, solver, kernel))
     names_both(lambda: deqfast.fixed_point(lambda z: z.to("meta"), torch.ones(3, 4), solver=solver))
-
-
-def test_neural_collapse():
-    features, weight = torch.randn(6, 4), torch.randn(3, 4)
-    given = {"features": features, "labels": torch.arange(6) % 3, "classifier_weight": weight}
-    given["classifier_bias"] = torch.randn(3)
-    for name, tensor in given.items():
-        names_both(lambda name=name, tensor=tensor: deqfast.neural_collapse(**given | {name: tensor.to("meta")}))

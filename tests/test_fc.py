@@ -312,6 +312,7 @@ class TestCells:
         monkeypatch.setattr(single_launch, "launch", lambda *args: made.append(args[5].name) or launch(*args))
         return made
 
+    @pytest.mark.covering(1)
     @own_kernels
     @pytest.mark.parametrize("kind", ["linear", *ACTIVATIONS])
     @pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 1e-4), ("fp32", 0), ("fp64", 0)])

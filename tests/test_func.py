@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, stack_module_state, vjp, vmap
 
-from deqfast import JFB, Anderson, DEQBlock, FCCell, Implicit, Status, Unrolled
+from deqfast import JFB, Anderson, DEQBlock, FCCell, Implicit, Status, Unrolled, solve
 from deqfast.gradients import Adjoint
 
 every_adjoint = adjoints("jfb", "implicit", "neumann", "phantom", "unrolled")
@@ -191,6 +191,7 @@ class TestErrors:
             (lambda x: jacrev(tight_block("shine"))(x), "SHINE has no derivative under torch.func.*use Implicit"),
             (lambda x: jvp(tight_block("shine"), (x,), (x,)), "SHINE has no derivative under torch.func.*use Implicit"),
             (lambda x: linearize(tight_block(Implicit(TIGHT)), x), "deqfast: torch.func.linearize.*use torch.func.jvp"),
+            (lambda x: grad(lambda z: solve(torch.cos, z).value.sum())(x), "solve does not run under torch.func"),
         ],
     )
     def test_derivatives_that_are_not_served(self, call, message):

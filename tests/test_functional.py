@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close
+from correctness import GRADIENT, assert_close
 from own_sums import Linear
 from torch import nn
 
@@ -15,19 +15,6 @@ from deqfast import JFB, Auto, Broyden, DEQBlock, Implicit, LinearCell, Picard, 
 
 TIGHT = Broyden(rtol=1e-12, max_iter=60)
 EXACT = Implicit(TIGHT)  # the default solves to 1e-6
-
-
-def test_gradients_in_all_arguments():
-    w, shift = (torch.randn(size, 4, dtype=torch.float64, requires_grad=True) for size in (4, 3))
-    z0 = {name: torch.zeros(3, 4, dtype=torch.float64) for name in "ab"}
-
-    def mix(z, w, x):
-        return {"a": 0.4 * torch.tanh(z["b"] @ w) + x["shift"], "b": 0.5 * torch.sin(z["a"])}
-
-    def value(w, shift):
-        return fixed_point(mix, z0, w, {"shift": shift}, solver=TIGHT, adjoint=EXACT)["a"]
-
-    assert torch.autograd.gradcheck(value, (w, shift), **FINITE_DIFFERENCES)
 
 
 def test_a_module_and_options():
@@ -66,6 +53,7 @@ def test_per_sample_gradients_and_a_checkpoint_under_torch_func():
     assert_close(*unrolled, GRADIENT)
 
 
+@pytest.mark.usefixtures("cpp_kernels")
 def test_in_compiled_and_exported_models():
     class Layer(nn.Module):
         def __init__(self):
@@ -74,7 +62,7 @@ def test_in_compiled_and_exported_models():
 
         def forward(self, x):
             c, z0 = self.linear(x), torch.zeros_like(x)
-            return fixed_point(lambda z, c: torch.tanh(0.5 * z + c), z0, c, solver="picard").sin()
+            return fixed_point(lambda z, c: torch.tanh(0.5 * z + c), z0, c, solver="picard", kernel="cpp").sin()
 
     layer, x = Layer().double(), torch.randn(3, 4, dtype=torch.float64)
     fast = torch.compile(layer, backend="eager")

@@ -49,8 +49,11 @@ class TestRegistration:
     @pytest.mark.parametrize(("implementation", "op", "dtype"), CHECKED, indirect=["implementation"])
     def test_opcheck(self, op, dtype, implementation):
         arguments = tuple(good(op, implementation.device, dtype).values())
-        results = torch.library.opcheck(made_op(op, implementation).default, arguments)
-        assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
+        # Autograd and compilation do not look at the dtype.
+        every_check = dtype == "fp32"
+        checks = {} if every_check else {"test_utils": ("test_schema", "test_faketensor")}
+        results = torch.library.opcheck(made_op(op, implementation).default, arguments, **checks)
+        assert set(results.values()) == {"SUCCESS"} and len(results) >= (4 if every_check else 2)
 
 
 @every_op

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from correctness import FINITE_DIFFERENCES, GRADIENT, after_solve, assert_close, bounds, lost, rounding
+from correctness import FINITE_DIFFERENCES, GRADIENT, assert_close, bounds, rounding
 from harness.counters import count
 from own_sums import product
-from solutions import SOLVERS, TIGHT, adjoints, assert_same_solution, every_solver, on_cpu, some_solvers
+from solutions import SOLVERS, TIGHT, adjoints, assert_same_solution, on_cpu, some_solvers
 
 from deqfast import (
     JFB,
@@ -148,26 +148,6 @@ class TestGroups:
         mixing *= 0.8 / torch.linalg.matrix_norm(mixing, 2)
         return mixing.to(dtype), torch.randn(len(groups), 3, generator=generator, dtype=torch.float64).to(dtype)
 
-    @pytest.mark.covering(0)
-    @every_solver
-    def test_a_sample_of_several_rows_is_solved_as_by_itself(self, name, kernel, device):
-        mixing, x = (t.to(device) for t in self.graph(GROUPS))
-        solver, groups = SOLVERS[name](rtol=1e-4, max_iter=30), GROUPS.to(device)
-        together = solve(lambda z: torch.tanh(mixing @ z + x), torch.zeros_like(x), solver, kernel, groups=groups)
-        assert together.status.tolist() == [Status.CONVERGED] * 3 and together.residual.shape == (3,)
-        for number in range(3):
-            rows = groups == number
-            inner, injection = mixing[rows][:, rows], x[rows]
-
-            def f(z, inner=inner, injection=injection):
-                return torch.tanh(inner @ z + injection)
-
-            single = solve(f, torch.zeros_like(injection), solver, kernel, groups="batch")
-            assert single.iterations.tolist() == [together.iterations[number]]
-            assert_close(
-                together.value[rows], single.value, after_solve(lost(torch.float64, solver.tol), 1 / (1 - 0.8))
-            )
-
     def test_a_sample_without_rows_and_a_batch_without_samples(self):
         solution = solve(torch.cos, torch.zeros(3, 2), groups=torch.tensor([0, 2, 2]))
         assert solution.status.tolist() == [Status.CONVERGED] * 3 and solution.iterations.tolist()[1] == 1
@@ -279,14 +259,15 @@ def test_the_callers_scale_may_change_later():
 )
 def test_complex_gradients(adjoint):
     """Those of torch's convention: conjugates in the products, for maps that are not holomorphic too."""
-    x = torch.randn(2, 2, dtype=torch.complex128, requires_grad=True)
+    x = torch.randn(1, 2, dtype=torch.complex128, requires_grad=True)
     mix = (0.2 * torch.randn(2, 2, dtype=torch.complex128)).requires_grad_()
 
     def solved(x, mix):
-        def f(z, x, mix):
-            return torch.tanh(z @ mix) + 0.1 * z.conj() + 0.3j * x
+        def f(z, x, given):
+            return torch.tanh(z @ given["mix"]) + 0.1 * z.conj() + 0.3j * x
 
-        return fixed_point(f, torch.zeros_like(x), x, mix, solver=Picard(1e-13, 200), adjoint=adjoint, warn=False)
+        z0, solver = torch.zeros_like(x), Picard(1e-13, 200)
+        return fixed_point(f, z0, x, {"mix": mix}, solver=solver, adjoint=adjoint, warn=False)
 
     assert torch.autograd.gradcheck(solved, (x, mix), **FINITE_DIFFERENCES)
     if isinstance(adjoint, (Implicit, Unrolled)):
@@ -640,8 +621,12 @@ class TestAuto:
         assert bool(expected.converged.all())
         assert_same_solution(solve(lambda z: slopes * wave(z) + 1, z0, Auto(rtol=1e-5, max_iter=60)), expected)
 
-    @pytest.mark.parametrize("options", [{}, {"drop_converged": True}, {"trace": True}], ids=str)
-    @on_cpu
+    @pytest.mark.parametrize(
+        ("kernel", "options"),
+        [("torch", {}), ("cpp", {}), ("cpp", {"drop_converged": True}), ("cpp", {"trace": True})],
+        indirect=["kernel"],
+        ids=str,
+    )
     def test_what_broyden_leaves_is_solved_sample_by_sample(self, options, kernel):
         solver = Auto(rtol=1e-8, max_iter=400)
         left = ~solve(cubic, self.STARTS, Broyden(rtol=1e-8, max_iter=400), kernel).converged

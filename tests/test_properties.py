@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from correctness import after_solve, assert_close, bounds, lost, rounding
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from op_calls import examples
 from torch.utils import _pytree as pytree
@@ -152,6 +152,7 @@ def test_a_tree_is_solved_as_its_leaves_side_by_side(seed, batch, kinds, solver,
 
 @examples
 @given(seeds, st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 4), solvers(), kernels)
+@example(0, [1, 0, 1, 0], 2, Broyden(1e-4, 30), KERNELS[0])  # equally long, but not in order
 def test_groups(seed, numbers, width, solver, kernel):
     """Groups of a row each change nothing; others are solved as their rows side by side are, in any order."""
     index, rows = torch.tensor(numbers), len(numbers)
@@ -165,4 +166,5 @@ def test_groups(seed, numbers, width, solver, kernel):
         alone = solve(f.of(own), z0[own], solver, kernel, groups="batch")
         if len(own):
             assert torch.equal(alone.status[0], grouped.status[number])
+            assert torch.equal(alone.iterations[0], grouped.iterations[number])
             assert_close(alone.value, grouped.value[own], after_solve(lost(torch.float64, solver.tol)))

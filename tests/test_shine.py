@@ -8,6 +8,7 @@ import pytest
 import torch
 from correctness import ACCURACY_UNITS, after_solve, assert_accurate, assert_close, lost, rounding
 from correctness.states import METHODS, Case, make_state
+from interpreter import INTERPRETED
 from op_calls import OPTIONS, SHORT_HISTORY, check_bits
 from solutions import SOLVERS, solve_with_inverse
 
@@ -50,6 +51,11 @@ def scalars(case: Case):
 
 def as_exact(args):
     return [a.double() if a.is_floating_point() else a for a in args]
+
+
+def shared_by_blocks(size: int, implementation) -> int:
+    """Of 8200, what Triton's interpreter runs in a short time: a program has 1024 columns, so three share a sample."""
+    return 3080 if size == 8200 and implementation.name == "triton" and INTERPRETED else size
 
 
 @pytest.fixture
@@ -115,6 +121,7 @@ RUNS = [(made, *size) for made in ("cpp", "triton", "cuda", "emulated") for size
 )
 def test_accuracy(method, dtype, size, history, k, op, implementation, set_threads):
     set_threads(2 if size > 4096 else 1)
+    size = shared_by_blocks(size, implementation)
     product, device = op
     case = Case(method, batch=3, size=size, history=history, wobble=0.5, ridge=2.0**-6, **SCALARS, **DTYPES[dtype])
     counts = [max(0, min(k, history - 1)), min(1, max(0, history - 1)), 0]
@@ -130,6 +137,7 @@ def test_accuracy(method, dtype, size, history, k, op, implementation, set_threa
 @pytest.mark.parametrize("size", [70, 8200])
 @every_method
 def test_an_empty_batch_and_the_same_bits(method, size, op, implementation, set_threads):
+    size = shared_by_blocks(size, implementation)
     product, device = op
     case = Case(method, batch=3, size=size, history=4)
     args = arguments(case, 6, [3, 2, 0], device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -25,12 +27,18 @@ every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 
 
-def solve(solver, rows, dtype):
-    """Solve for the samples `rows`: 1 becomes NaN at the fourth call, 2 converges at once, the others do not."""
+@functools.cache
+def samples():
+    """Slope, shift and start of six samples, in float64."""
     generator = torch.Generator().manual_seed(3)
     slope, shift, start = (torch.randn(6, SIZE, generator=generator, dtype=torch.float64) for _ in range(3))
     slope[2], shift[2], start[2] = 0.0, 1.0, 1.0
-    slope, shift, start = (tensor[rows].to(dtype) for tensor in (slope, shift, start))
+    return slope, shift, start
+
+
+def solve(solver, rows, dtype):
+    """Solve for the samples `rows`: 1 becomes NaN at the fourth call, 2 converges at once, the others do not."""
+    slope, shift, start = (tensor[rows].to(dtype) for tensor in samples())
     calls = 0
 
     def f(z):

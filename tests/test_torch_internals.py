@@ -1,4 +1,4 @@
-"""What deqfast assumes of torch and torch does not promise: one test for each assumption, for every version."""
+"""What deqfast assumes of torch and torch does not promise, for every version. Of transforms see test_func."""
 
 from __future__ import annotations
 
@@ -50,13 +50,6 @@ class TestGraphs:
             (cast, _) = node_of(x @ weight).next_functions[1]
         assert cast.name() == "ToCopyBackward0" and cast._sequence_nr() < begin
 
-    def test_what_a_cell_holds_is_seen(self):
-        z, weight, x = (torch.ones(2, requires_grad=True) for _ in range(3))
-        older = weight.exp()
-        begin = next_node()
-        assert autograd.Graph([z * x * weight], [z, x], begin).behind == ([weight], False)
-        assert autograd.Graph([z * older], [z], begin).behind == ([], True)
-
     @pytest.mark.parametrize("keeps", [False, True])
     def test_a_backward_pass_tells_whether_it_keeps_its_graph(self, keeps):
         """Its context is the node; compiled autograd gives a copy in its place."""
@@ -89,31 +82,6 @@ class TestGraphs:
         autograd.vjp([y], [layer.weight], [torch.ones(1, 2)])
         assert [list(hooks.values()) for hooks in dicts] == [[hook], [], [hook]]
         assert [*copied._backward_pre_hooks.values()] == [hook]
-
-
-class TestTransforms:
-    def test_transforms_are_seen(self):
-        def watched(x):
-            seen.append((transforms.in_torch_func(), transforms.in_reverse_mode(), transforms.is_wrapped(x)))
-            return x.sum()
-
-        seen = []
-        watched(torch.ones(2))
-        torch.vmap(watched)(torch.ones(2, 3))
-        torch.func.grad(watched)(torch.ones(2))
-        assert seen == [(False, False, False), (True, False, True), (True, True, True)]
-
-    def test_forward_mode_is_seen(self):
-        assert not transforms.in_forward_mode()
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
-            assert transforms.in_forward_mode() and transforms.has_tangent(dual)
-            assert not transforms.has_tangent(transforms.without_tangent(dual))
-
-    def test_values_of_all_members(self):
-        seen = []
-        torch.vmap(torch.vmap(lambda x: seen.append(transforms.values(x)) or x))(torch.arange(6).view(2, 3))
-        assert seen[0].shape == (2, 3)
 
 
 class TestDispatch:

@@ -9,7 +9,7 @@ from .session import Phase
 
 Words = tuple[str, ...]
 OPS: Words = tuple(f"tests/test_{name}.py" for name in ("steps", "fc", "norm_act", "shine", "neural_collapse_ops"))
-OPS += ("tests/kernels/test_triton_steps.py",)
+OPS += ("tests/kernels/test_launch.py",)
 # On the device: not emulated, and without what needs no GPU.
 ELSEWHERE = ("csrc", "kernels/test_aot.py", "experiments", "benchmarks", "test_packaging.py", "test_gpu_script.py")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -147,7 +147,7 @@ def recorded(folder, target, *options):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
     selected = ["benchmarks/test_suite.py", "-k", "fc_vjp and not cuda"]
-    command = [sys.executable, "-m", "pytest", *selected, "--record", str(target), *options]
+    command = [sys.executable, "-m", "pytest", *selected, "--small", "--record", str(target), *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -169,8 +169,8 @@ def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_run_does_not_r
     assert set(rows) == {"torch", "cpp"}
     assert rows["cpp"]["gains"]["torch"] == pytest.approx(rows["torch"]["ms_min"] / rows["cpp"]["ms_min"], rel=1e-4)
     end = result.stdout[result.stdout.index("Least of the rounds") :]
-    assert "fc_vjp-128x1024" in end and f"record: {target}" in end
-    kept = {entry["param"]: entry for entry in record.read_record(timings)["benchmarks"]}["fc_vjp-128x1024-cpp"]
+    assert "fc_vjp-3x16" in end and f"record: {target}" in end
+    kept = {entry["param"]: entry for entry in record.read_record(timings)["benchmarks"]}["fc_vjp-3x16-cpp"]
     assert kept["extra_info"]["ms_min"] == pytest.approx(rows["cpp"]["ms_min"], rel=1e-5)  # six digits are written
     assert kept["stats"]["rounds"] == suite.BENCHMARK_ROUNDS and kept["stats"]["min"] > 0
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nc_study.config import Settings, parse, settings_from
@@ -35,6 +36,15 @@ STUDY = ["--figure", "2", *[word for word in TINY if word not in ("--ratio", "10
 def folder_of(*arguments: str, model: str = "explicit", **given: Any) -> str:
     """Name of the folder of cifar_lt.py's run with TINY and further arguments, of which some options differ."""
     return replace(parse("cifar_lt", None, [*TINY, *arguments]), model=model, **given).run_name
+
+
+def ring_of_six() -> dict[str, np.ndarray]:
+    """The arrays of a citation graph as in cora.npz: six nodes in a ring, two of each split."""
+    nodes = np.arange(6)
+    ring = np.stack([nodes, (nodes + 1) % 6], axis=1)
+    arrays = {"x_data": np.ones(6), "x_indices": nodes % 3, "x_indptr": np.arange(7), "x_shape": np.array([6, 3])}
+    arrays |= {f"{split}_mask_{k}": nodes % 3 == i for i, split in enumerate(("train", "val", "test")) for k in (0, 1)}
+    return arrays | {"y": nodes % 2, "edges": np.concatenate([ring, ring[:, ::-1]])}
 
 
 KILLED = f"""

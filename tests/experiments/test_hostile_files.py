@@ -20,7 +20,7 @@ from runs.files import Unreadable, read_record, to_json, write_arrays
 from runs.options import StudyError
 from scipy.io import wavfile
 from separation_study import audio
-from study_helpers import made_up_epoch, made_up_settings, run_script
+from study_helpers import made_up_epoch, made_up_settings, ring_of_six, run_script
 
 DEEP = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
 
@@ -207,12 +207,8 @@ def picture(kind="png", **given):
 
 
 def graph(**given):
-    nodes = np.arange(6)
-    parts = {"x_data": np.ones(6), "x_indices": nodes % 3, "x_indptr": np.arange(7), "x_shape": np.array([6, 3])}
-    parts |= {"y": nodes % 2, "edges": np.stack([nodes, (nodes + 1) % 6], axis=1)}
-    parts |= {f"{split}_mask_0": nodes % 3 == i for i, split in enumerate(("train", "val", "test"))}
     content = io.BytesIO()
-    np.savez_compressed(content, **parts | given)
+    np.savez_compressed(content, **ring_of_six() | given)
     return content.getvalue()
 
 

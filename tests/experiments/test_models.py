@@ -15,7 +15,7 @@ from models import frame, graphs, restoration, rnn, scf, sudoku, sudoku_puzzles,
 from models.frame import Run
 from PIL import Image
 from runs.options import StudyError, parsed
-from study_helpers import EXPERIMENTS
+from study_helpers import EXPERIMENTS, ring_of_six
 
 import deqfast
 from deqfast import Picard, Status, fixed_point
@@ -107,18 +107,13 @@ def test_graphs_of_a_batch_are_solved_apart_and_as_they_would_be_alone():
 
 def test_data_of_ones_own_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    nodes = np.arange(6)
-    ring = np.stack([nodes, (nodes + 1) % 6], axis=1)
-    arrays = {"x_data": np.ones(6), "x_indices": nodes % 3, "x_indptr": np.arange(7), "x_shape": np.array([6, 3])}
-    arrays |= {"y": nodes % 2, "edges": np.concatenate([ring, ring[:, ::-1]])}
-    arrays |= {f"{split}_mask_{k}": nodes % 3 == i for i, split in enumerate(("train", "val", "test")) for k in (0, 1)}
-    np.savez("cora.npz", **arrays)
+    np.savez("cora.npz", **ring_of_six())
     options = graphs.Graphs(data="cora", data_root=".", width=4, steps=5)
     problem = graphs.load(options, seed=1)
     assert problem.adjacency.layout == problem.features.layout == torch.sparse_csr
     assert torch.allclose(problem.adjacency.to_dense().sum(dim=1), torch.ones(6))
     assert graphs.train(Run(graphs.train, options, tmp_path, "deq", seed=0)).scores["converged"] == 1
-    np.savez("cora.npz", **arrays | {"edges": np.zeros((0, 2), int)})
+    np.savez("cora.npz", **ring_of_six() | {"edges": np.zeros((0, 2), int)})
     with pytest.raises(StudyError, match=r"edges must be \(E, 2\) with E > 0"):
         graphs.load(options, seed=1)
     for name in restoration.FOLDERS.values():

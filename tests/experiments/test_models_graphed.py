@@ -1,4 +1,4 @@
-"""Training steps of the example models as graphs, which are recordings without a GPU: see ``recorded``."""
+"""Training steps of the example models and of the study as graphs: without a GPU recordings, see ``recorded``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 from models import frame, graphs, restoration, sudoku, text
 from models.frame import Run
+from nc_study import training
 from recorded import GPU, Graph, as_graphs  # noqa: F401  # as_graphs: pytest finds the fixture by its import
 from runs.options import SettingsError, StudyError
+from test_study_training import trainer
+from tqdm import tqdm
 
 RESTORATION = restoration.Restoration(pretraining=4, steps=6, batch=1, patch=16, width=4)
 TEXT = text.Text(steps=8, batch=2, context=16, width=16, heads=2)
@@ -40,8 +43,10 @@ def as_on_a_gpu(monkeypatch):
 # Torch says once per process that these tensors may still change; deepinv that its cost lacks the prior.
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:No explicit prior has been given")
 @pytest.mark.parametrize(("script", "options", "arm", "made"), RUNS)
-def test_steps_in_graphs_have_the_bits_of_eager_ones(script, options, arm, made, tmp_path, monkeypatch):
+def test_steps_in_graphs_have_the_bits_of_eager_ones(script, options, arm, made, tmp_path, monkeypatch, request):
     """With schedules, clipping, and two layouts of batches. The record says how they ran."""
+    if "explicit" in arm and not request.getfixturevalue("as_graphs"):
+        pytest.skip("a model without a solve has no loop in its graph")
     losses, ends = [], []
     stepped = Run.stepped
 
@@ -91,3 +96,33 @@ def test_a_gpu_that_is_absent_is_named():
     assert (
         text.Text().device == "cpu" and text.Text().deciding["device"] == "cpu" and "eager" not in text.Text().deciding
     )
+
+
+@pytest.mark.skipif(GPU, reason="counts recorded launches")
+@pytest.mark.parametrize("adjoint", ["jfb", pytest.param("implicit", marks=pytest.mark.tier("full"))])
+def test_an_epoch_in_graphs_is_that_of_the_eager_loop(adjoint, monkeypatch):
+    """With the cosine schedule, and a last batch of another size. The rate is rounded to float32 in graphs."""
+    lines, states = [], []
+    for steps in (training.EAGER, training.GRAPHED):
+        monkeypatch.setattr(training, "how_steps_run", lambda settings, steps=steps: steps)
+        each = trainer(adjoint=adjoint, kernel="cpp")
+        each.network.last.drop_converged = False  # as on a GPU
+        launches = Graph.launches
+        lines += [each.train_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2)]
+        states.append(each.state(2))
+    made = sum(-(-len(each.data.train_images) // 16) for _ in (1, 2))
+    assert Graph.launches - launches == made - 4 + (len(each.data.train_images) % 16 == 0) * 2
+    for eager, graphed in zip(lines[:2], lines[2:], strict=True):
+        assert graphed["loss"] == pytest.approx(eager["loss"], rel=1e-4)
+        assert graphed["lr"] == eager["lr"] and graphed["train_accuracy"] == eager["train_accuracy"]
+        assert graphed["train_solver"].iterations == pytest.approx(eager["train_solver"].iterations, rel=0.05)
+    assert isinstance(states[1]["optimizer"]["param_groups"][0]["lr"], float)  # either way may continue it
+    for name, value in states[0]["network"].items():
+        torch.testing.assert_close(states[1]["network"][name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_where_steps_are_graphs():
+    gpu = {"device": "cuda", "kernel": "triton", "eager": False, "compile": False, "adjoint": "jfb"}
+    changes = [{}, {"device": "cpu"}, {"eager": True}, {"compile": True}, {"kernel": "torch"}, {"adjoint": "unrolled"}]
+    ways = [training.how_steps_run(type("Settings", (), gpu | change)) for change in changes]
+    assert ways == [training.GRAPHED, *[training.EAGER] * 5]

@@ -1,4 +1,7 @@
-"""Launches of the solver steps resolve their arguments once. Stand-ins for Triton's kernels record the calls."""
+"""Launches of Triton's kernels: they resolve their arguments once, on programs and a device that fit.
+
+Stand-ins for the kernels record the calls.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from correctness.states import Case, make_state
+from correctness.states import Case, check_step, make_state
 from op_calls import Operations, good, unaligned
 from solutions import SOLVERS
 
@@ -19,7 +22,7 @@ from deqfast.ops.registry import OPS, Op
 if not (available := backends()["triton"]):
     pytest.skip(available.reason, allow_module_level=True)
 
-from deqfast.kernels import multisecant_step, neural_collapse, norm_act, norm_act_residual, picard_step
+from deqfast.kernels import config, multisecant_step, neural_collapse, norm_act, norm_act_residual, picard_step
 
 
 class Recorder:
@@ -151,3 +154,18 @@ def test_columns_beyond_the_grid_are_refused():
     ):
         with pytest.raises(RuntimeError, match=f"{op}: {match}"):
             getattr(neural_collapse, op)(SimpleNamespace(**grouped, **given), *[None] * results)
+
+
+def test_programs_share_long_samples_where_the_batch_leaves_multiprocessors_idle(monkeypatch):
+    monkeypatch.setattr(config, "multiprocessors", lambda device: 132)
+    device, long = torch.device("cuda"), 65536
+    assert [config.programs_per_sample(batch, long, device) for batch in (1, 32, 88, 89, 500)] == [16, 8, 3, 1, 1]
+    assert [config.programs_per_sample(1, size, device) for size in (1, 8192, 12288, 2**24)] == [1, 1, 3, 64]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("method", [None, "good", "and2"], ids=str)
+def test_triton_on_a_device_that_is_not_current(method):
+    step = Kernel("triton").op("multisecant_step" if method else "picard_step")
+    check_step(step, Case(method, size=31, k=3), "cuda:1")
+    assert torch.cuda.current_device() == 0
