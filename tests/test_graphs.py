@@ -94,7 +94,7 @@ def test_the_solution_equals_the_loops(name, max_iter):
 @pytest.mark.parametrize("solver", [deqfast.Anderson(history_size=3), deqfast.Broyden(rtol=1e-2)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"scale": 2.0}, {"groups": True}], ids=str)
 def test_states_of_any_layout(options, solver):
-    groups = {"groups": deqfast.Groups(torch.tensor([0, 1, 1, 0]), device=DEVICE)} if "groups" in options else {}
+    groups = {"groups": deqfast.Groups(torch.tensor([0, 1, 1, 0], device=DEVICE))} if "groups" in options else {}
     for z0 in states():
         scale = {"scale": pytree.tree_map(lambda _: 2.0, z0)} if "scale" in options else {}
         pair = [deqfast.DEQBlock(Map(), solver, cuda_graph=graph, **groups, **scale) for graph in (True, False)]
@@ -115,7 +115,7 @@ BACKWARD = deqfast.Implicit(deqfast.Broyden(1e-5, max_iter=30, history_size=4))
 def test_gradients_are_those_of_the_loop(adjoint, captured, options):
     """The backward solve of Implicit is captured too; a broken sample is left out of it."""
     if "groups" in options:
-        options = {"groups": deqfast.Groups(torch.tensor([0, 1, 1, 2]), device=DEVICE)}
+        options = {"groups": deqfast.Groups(torch.tensor([0, 1, 1, 2], device=DEVICE))}
     pair = blocks("broyden", adjoint=adjoint, warn=False, **options)
     for seed in range(3):
         grads, ended = [], []
