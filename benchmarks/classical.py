@@ -87,7 +87,7 @@ def by_torchdeq(kind: Callable[..., Any]) -> Attempt:
             value, _, info = run(counted, z0, max_iter=max_iter, tol=TOL, stop_mode="abs")
             status = "CONVERGED" if info["abs_lowest"].item() < TOL else "MAX_ITER"
         except (Exhausted, RuntimeError):  # the latter for a singular matrix
-            value, status = z0, "ERROR"
+            value, status = counted.best, "ERROR"
         return value, status, counted.calls
 
     return attempt

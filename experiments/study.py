@@ -127,7 +127,10 @@ def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, An
 
 
 def conclude_trials(tasks: list[Task], failed: Mapping[Task, str]) -> None:
-    """Write the results of the trials, and the rates that they choose."""
+    """Write the results of the trials, and the rates that they choose; on a CPU they are pilots, which choose none."""
+    if any(protocol.is_pilot(task.settings) for task in tasks):
+        print(f"pilots on a CPU: {protocol.CHOSEN} stays")
+        return
     trials = []
     for task in tasks:
         diverged = DIVERGED in failed.get(task, "")

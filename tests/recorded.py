@@ -215,6 +215,7 @@ def as_graphs(request, monkeypatch):
             monkeypatch.setattr(module, "refuse_waits", refuse_waits)
             monkeypatch.setattr(module, "mark", Mark)
             monkeypatch.setattr(module, "raw_stream", lambda device: 0)
+    monkeypatch.setattr("deqfast.engine.solve.DEVICE", "cpu")
     monkeypatch.setattr(graphs, "aside", aside)
     monkeypatch.setattr(graphs, "_INSIDE", (*graphs._INSIDE, __file__))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)

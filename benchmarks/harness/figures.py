@@ -11,7 +11,7 @@ from .record import Row
 
 METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anderson", "broyden": "Broyden"}  # as shown
 VARIANTS = ("gmres", "checkpoint")  # drawn hollow, in the colour of the adjoint that they vary
-LOOKS = ((style.VERMILLION, "o"), (style.BLUE, "D"))  # of machines
+LOOKS = ((style.VERMILLION, "o"), (style.BLUE, "D"), (style.GREEN, "s"), (style.PURPLE, "^"))  # of machines
 LIBRARIES = {"deqfast": style.VERMILLION, "torchdeq": style.BLUE}
 
 

@@ -52,9 +52,8 @@ def providers(on_torch: bool = False) -> list[Provider]:
         ("anderson m=6 bf16 history", anderson, partial(deqfast.Anderson, history_dtype=torch.bfloat16)),
         ("anderson m=8", anderson, partial(deqfast.Anderson, history_size=8)),
         (f"broyden n={EVALUATIONS}", broyden, whole),
-        ("broyden n=20", broyden, deqfast.Broyden),
     ]
-    plain = [entry for entry in ours if on_torch and entry[0] in ("picard", "anderson m=6", "broyden n=20")]
+    plain = [entry for entry in ours if on_torch and entry[0] in ("picard", "anderson m=6", f"broyden n={EVALUATIONS}")]
     theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
     return [
         *(Provider(f"deqfast {name}", peer, raced(make, "cpp")) for name, peer, make in ours),

@@ -34,9 +34,9 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     here = {"device": "cpu", "kernel": "auto", "compile": False, "data_root": str(data_root or "data")}
     settings = settings_from(**(recorded | here))
     network = build(settings)
-    if settings.model != "deq" or not (state := folder.restore()):
-        raise StudyError(f"{run} holds no checkpoint of a DEQ")
-    folder.take_over(state, network=network)
+    if settings.model != "deq":
+        raise StudyError(f"{run} is not of a DEQ")
+    folder.load_weights(network)
     data = load(find_source(settings.dataset, Path(settings.data_root)), settings, torch.device("cpu"))
     chosen = torch.linspace(0, len(data.test_images) - 1, batch).long()
     network.eval()

@@ -27,7 +27,7 @@ from ..torch_internals import pytree
 from ..torch_internals.graphs import unread
 from ..torch_internals.ranks import InStep, Ranks
 from ..torch_internals.weights import NOTHING
-from .device_loop import DeviceLoop, advance_in_capture, check_device_loop, is_captured
+from .device_loop import DEVICE, DeviceLoop, advance_in_capture, check_device_loop
 from .loop import CommonWatch, Compaction, Evaluation, Front, StopFn, iterate, stop, watch_of, whole
 from .refusals import Option, asked, check_ops
 
@@ -112,7 +112,7 @@ class Solve:
         is finite.
         """
         device, together, parts = self.packing.device, self.options.lockstep, self.options.state_group
-        if self.max_iter and is_captured(device):
+        if self.max_iter and device.type == DEVICE and torch.cuda.is_current_stream_capturing():
             with torch.no_grad():
                 state = self.begin(z0, is_fresh, checks=False)
                 return self._end(state, advance_in_capture(self.device_loop(f, state, "a CUDA graph")))

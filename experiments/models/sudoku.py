@@ -11,6 +11,7 @@ A training step of each arm costs the same number of block applications; a diffe
 deq: phantom gradients after two evaluations and at the fixed point. explicit-parameters: the same block applied DEPTH
 times with backpropagation, a recurrent relational network; it is also tested by the DEQ's solves.
 explicit-compute: DEPTH blocks with separate weights, tested without solves. Losses, rate and puzzles are the same.
+Boards "as trained" are after SOLVE applications of the DEQ's block, and after DEPTH of the others.
 """
 
 from __future__ import annotations
@@ -224,7 +225,8 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
             "film": film(solver, x[hardest], clues[hardest], digits[hardest]),
         }
         scores["evaluations a solve"] = iterations.mean().item()
-        scores["residual tells right from wrong, AUC"] = auc(residual.flatten(), boards.flatten())
+        if boards.any() and not boards.all():
+            scores["residual tells right from wrong, AUC"] = auc(residual.flatten(), boards.flatten())
         scores[f"least residual of {starts}, %"], scores[f"best of {starts}, %"] = shown["starts"][-1][::-1]
     empty = (clues == 0).repeat_interleave(starts, 0)
     scores |= {"boards, any start, %": percent(boards), "empty cells, any start, %": percent(right[empty])}
@@ -234,6 +236,7 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
     which = f" (puzzles {options.skip + 1} to {options.skip + options.tests} of each file)" if options.skip else ""
     names = ", ".join(sets) + which
     data = f"{options.puzzles} generated {size} x {size} puzzles of {options.shown} clues, tested on {names}"
+    data += f"; as trained: {SOLVE} applications of the DEQ's block, {DEPTH} of the others'"
     return Outcome(model, data, scores, shown)
 
 
@@ -253,9 +256,8 @@ def percent(hits: Tensor) -> float:
 
 
 def auc(residual: Tensor, boards: Tensor) -> float:
-    """Probability that a solved board has a smaller residual than an unsolved one (0.5 without either)."""
-    less = residual[boards][:, None] < residual[~boards]
-    return less.float().mean().item() if less.numel() else 0.5
+    """Probability that a solved board has a smaller residual than an unsolved one; there must be both."""
+    return (residual[boards][:, None] < residual[~boards]).float().mean().item()
 
 
 def along(solver: Equilibrium, x: Tensor, digits: Tensor) -> list[tuple[int, float]]:

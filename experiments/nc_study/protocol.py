@@ -295,10 +295,15 @@ PARTS = {
 """Runs after the trials, by the name that `study.py --protocol` takes."""
 
 
+def is_pilot(experiment: Experiment) -> bool:
+    """Return whether a run of the amendment is a pilot, which is in no estimate and chooses no rate."""
+    return experiment.device != "cuda"
+
+
 def has_own_rate(experiment: Experiment, rates: Rates) -> bool:
     """Return whether a run is of the amendment: a fresh seed on a GPU, with the rate chosen for its arm."""
     apart = experiment.departures.keys() - {"lr", "weight_decay", "precision", "width", "tf32"}
     fresh = experiment.seed >= FIRST_FRESH and (experiment.preset, experiment.precision) == (PRESET, "bf16")
-    real = experiment.device == "cuda" and experiment.dataset in ("cifar10", "cifar100")
+    real = not is_pilot(experiment) and experiment.dataset in ("cifar10", "cifar100")
     lr = rates.of(experiment.arm, experiment.setting, experiment.weight_decay)
     return fresh and real and not apart and experiment.lr == lr

@@ -28,6 +28,7 @@ from runs.files import (
 )
 from runs.options import StudyError, by_flag
 from runs.states import read_state, take_over, write_state
+from torch import nn
 
 from . import moments
 from .config import Experiment, Settings
@@ -138,6 +139,16 @@ class RunDirectory:
     def restore(self) -> dict[str, Any] | None:
         """Read the last checkpoint; None without one. Raises Unreadable if it is damaged."""
         return read_state(self._checkpoint, Progress)
+
+    def load_weights(self, network: nn.Module) -> None:
+        """Load the weights of the last checkpoint, else the final ones, whose parameters are in bf16. Raises StudyError
+        without either, Unreadable if they do not fit."""
+        if state := self.restore():
+            self.take_over(state, network=network)
+        elif state := read_state(self.weights, dict):
+            take_over(self.weights, {"network": state}, {"network": network})
+        else:
+            raise StudyError(f"{self.path} has neither {self._checkpoint.name} nor {self.weights.name}")
 
     def take_over(self, state: dict[str, Any], **kept: Any) -> None:
         """Load the states of these objects from a checkpoint. Raises Unreadable if one does not fit."""

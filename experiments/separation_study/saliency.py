@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from nc_study.config import ARMS, Settings, arm_options, settings_from
+from nc_study.config import ARMS, RUNNABLE, Settings, arm_options, settings_from
 from nc_study.data import find_source, load
 from nc_study.networks import ResNet18, build, choose_kernel
 from nc_study.reporting.runs import collect
@@ -32,7 +32,7 @@ from .claims import Comparison, compare, comparison
 from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit, experiment, notes
 
 DRAWN_ARMS = ("explicit", "tied-1", "deq-implicit")
-CONTROLS = ("explicit", "explicit-norm", "once", "tied-1")  # what a DEQ is compared with
+CONTROLS = tuple(arm for arm in ARMS if not arm.startswith("deq"))  # what a DEQ is compared with
 OTHER_SEED = 10**6  # added to a run's seed for random weights
 SURVIVES = 0.5  # mean rank correlation with the maps of random weights, above which maps show nothing
 RANDOM = ", random"  # suffix of the names of measurements under random weights
@@ -129,11 +129,8 @@ def load_run(path: Path, root: Path) -> tuple[ResNet18, Settings]:
     run = RunDirectory(path)
     here = {"device": "cpu", "kernel": KERNEL, "precision": "fp32", "compile": False}
     settings = Settings(**asdict(run.result.settings) | here, data_root=str(root), threads=1)
-    state = run.restore()
-    if state is None:
-        raise StudyError(f"{path / 'last.ckpt'} is missing: it holds the network's weights")
     network = build(settings)
-    run.take_over(state, network=network)
+    run.load_weights(network)
     return network, settings
 
 
@@ -244,7 +241,7 @@ def finished(folder: Path, root: Path) -> Experiment:
         for seed, run in seeds.items():
             arms.setdefault(Unit(f"{setting.dataset}-{setting.slug}", seed), {})[arm] = run.path
     find_source(groups[0].experiment.dataset, root)  # an error now rather than in a unit
-    runs = {unit: tuple(paths[arm] for arm in ARMS if arm in paths) for unit, paths in sorted(arms.items())}
+    runs = {unit: tuple(paths[arm] for arm in RUNNABLE if arm in paths) for unit, paths in sorted(arms.items())}
     networks = f"runs of {groups[0].name}"
     return replace(
         SALIENCY,

@@ -110,6 +110,9 @@ def test_trials_are_run_and_recorded_and_a_part_waits_for_them(tmp_path, monkeyp
 
     monkeypatch.setattr(script, "run_all", run_all)
     assert script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")]) == 1
+    assert not (tmp_path / "rates.json").exists() and "pilots on a CPU" in capsys.readouterr().out
+    monkeypatch.setattr(protocol, "is_pilot", lambda settings: False)
+    assert script.main(["--protocol", "rates", "--out", str(tmp_path / "runs")]) == 1
     rates = protocol.rates()
     assert [trial.overall is None for trial in rates.trials] == [True, False] and [
         trial.lr for trial in rates.chosen
