@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,55 @@ def test_another_function_and_another_number_are_captured_again():
     assert len(captured.deq._captures._calls) == 2
     for again in (copy.deepcopy(captured.deq), pickle.loads(pickle.dumps(captured.deq))):
         assert not again._captures._calls and again.options["cuda_graph"]
+
+
+class Holder(nn.Module):
+    """An input, and a number, where a function may read them: in a module, and in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair, self.slope = [None], 0.5
+        self.own = SimpleNamespace(x=None, slope=0.5)
+
+    def forward(self, z):
+        return torch.tanh(self.slope * z + self.pair[0])
+
+    def by_object(self, z):
+        return torch.tanh(self.own.slope * z + self.own.x)
+
+
+X, SLOPE = torch.zeros(0), 0.5
+DEFAULTS = [torch.zeros(0)]
+
+
+def by_global(z):
+    return torch.tanh(SLOPE * z + X)
+
+
+def by_default(z, given=DEFAULTS):
+    return torch.tanh(0.5 * z + given[0])
+
+
+@pytest.mark.parametrize("kind", ["global", "function of globals", "default", "module", "method", "object"])
+def test_what_a_function_reads_elsewhere_is_an_input_of_the_replay(kind, monkeypatch):
+    captured, eager = (get_deq(f_tol=1e-6, f_max_iter=30, **options) for options in ({"cuda_graph": True}, {}))
+    holder = Holder()
+    function = {
+        "global": by_global,
+        "function of globals": lambda z: by_global(z),
+        "default": by_default,
+        "module": lambda z: holder(z),
+        "method": holder.by_object,
+        "object": lambda z, own=holder.own: torch.tanh(own.slope * z + own.x),
+    }[kind]
+    for seed, slope in ((0, 0.5), (1, 0.5), (2, 0.4), (3, -0.0)):
+        x = inputs(seed).detach()
+        monkeypatch.setitem(globals(), "X", x)
+        monkeypatch.setitem(globals(), "SLOPE", slope)
+        DEFAULTS[0] = holder.pair[0] = holder.own.x = x
+        holder.slope = holder.own.slope = slope
+        (value, *_), (expected, *_) = (deq(function, torch.zeros_like(x))[0] for deq in (captured, eager))
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(

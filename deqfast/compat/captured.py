@@ -1,14 +1,17 @@
 """Captured solves of a layer with torchdeq's interface, whose func is a new function in every call.
 
-A capture fixes the memory of what func reads. Before a replay, what its closure holds is copied into that memory.
+A capture fixes the memory of what func reads. Before a replay, what func reads now is copied into that memory.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from types import CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -25,63 +28,109 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class Reads:
-    """What a function reads through its closure.
+    """What a function reads: through its closure, its defaults, its globals, and the objects and modules among these.
+
+    Of globals, and of an object's attributes, those count whose names the code reads and does not set, and all tensors
+    of modules. Functions of other files are known by their identity.
 
     Attributes:
         key: what is not a tensor. Functions with equal keys do the same work with other tensors.
         modules: the modules that it reaches, whose parameters and buffers stay where they are.
-        places: cells of closures with tensors, or (module, name) of a tensor that is neither parameter nor buffer.
+        places: (owner, name) of contents with tensors. The owner is a cell of a closure or a dict.
         held: objects that the key knows by their identity.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.key: list[Any] = []
         self.modules: list[nn.Module] = []
-        self.places: list[CellType | tuple[nn.Module, str]] = []
+        self.places: list[tuple[CellType | dict[str, Any], str]] = []
         self.held: list[Any] = []
-        self._add(function, set())
+        self._names: frozenset[str] = frozenset()  # in the code of all functions
+        self._seen: set[int] = set()
+        self._objects: list[Any] = []  # left to add, when the names are known
+        self._add(function)
+        while self._objects:
+            self._add_object(self._objects.pop())
 
-    def _add(self, value: Any, seen: set[int]) -> None:
+    def _add(self, value: Any) -> None:
         """Add what a function, a module or another object reads."""
-        is_new = id(value) not in seen
-        seen.add(id(value))
+        is_new = id(value) not in self._seen
+        self._seen.add(id(value))
         if isinstance(value, _PLAIN):
-            self.key.append((type(value), value))
+            self.key.append((type(value), repr(value)))  # 0.0 is not -0.0, and NaN is NaN
         elif isinstance(value, MethodType):
-            self._add(value.__func__, seen)
-            self._add(value.__self__, seen)
+            self._add(value.__func__)
+            self._add(value.__self__)
         elif isinstance(value, FunctionType):
             self.key.append(value.__code__)
-            for content in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-                self._add(content, seen)
-            for cell in value.__closure__ or () if is_new else ():
-                self._add_cell(cell, seen)
+            if is_new:
+                self._add_function(value)
         else:
             self.key.append(id(value))
             self.held.append(value)
-            if isinstance(value, nn.Module) and is_new:
-                self.modules.append(value)
-                for module in value.modules():
-                    self.places += [(module, name) for name, held in vars(module).items() if isinstance(held, Tensor)]
+            if is_new and not isinstance(value, (type, ModuleType, Tensor)):
+                self._objects.append(value)
+                self.modules += [value] * isinstance(value, nn.Module)
 
-    def _add_cell(self, cell: CellType, seen: set[int]) -> None:
-        try:
-            leaves, spec = pytree.tree_flatten(cell.cell_contents)
-        except ValueError:  # nothing is assigned yet
-            return
-        self.key.append(str(spec))
-        self.places += [cell] * any(isinstance(leaf, Tensor) for leaf in leaves)
+    def _add_object(self, value: Any) -> None:
+        """Add what an object holds under the names in the code, and all tensors of a module's."""
+        for each in value.modules() if isinstance(value, nn.Module) else (value,):
+            held: dict[str, Any] = getattr(each, "__dict__", {})
+            names = self._names
+            if isinstance(each, nn.Module):
+                forward = getattr(type(each).forward, "__code__", None)
+                names = names | (_names_in(forward) if forward else frozenset())
+                names = names | {name for name, content in held.items() if name[0] != "_" and _has_tensors(content)}
+            for name in sorted(names & held.keys()):
+                self._add_content(held, name, held[name])
+
+    def _add_function(self, function: FunctionType) -> None:
+        names = _names_in(function.__code__)
+        self._names |= names
+        for content in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            for leaf in pytree.tree_leaves(content):
+                self._add(leaf)
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # nothing is assigned yet
+                self._add_content(cell, "cell_contents", cell.cell_contents)
+        for name in sorted(names & function.__globals__.keys()):
+            value = function.__globals__[name]
+            if isinstance(value, FunctionType) and value.__globals__ is not function.__globals__:
+                self.key.append(id(value))
+                self.held.append(value)
+            elif not isinstance(value, (type, ModuleType, BuiltinFunctionType)):
+                self._add_content(function.__globals__, name, value)
+
+    def _add_content(self, owner: CellType | dict[str, Any], name: str, content: Any) -> None:
+        leaves, spec = pytree.tree_flatten(content)
+        self.key.append((name, str(spec)))
+        self.places += [(owner, name)] * _has_tensors(leaves)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                self._add(leaf, seen)
+                self._add(leaf)
 
     def swap(self, values: list[Any] | None = None) -> list[Any]:
         """Contents of the places, which get these `values`, if given."""
-        owners = [(place, "cell_contents") if isinstance(place, CellType) else place for place in self.places]
-        before = [getattr(owner, name) for owner, name in owners]
-        for (owner, name), value in zip(owners, values or (), strict=False):
-            owner.__dict__.__setitem__(name, value) if isinstance(owner, nn.Module) else setattr(owner, name, value)
+        before = [owner.cell_contents if isinstance(owner, CellType) else owner[name] for owner, name in self.places]
+        for (owner, name), value in zip(self.places, values or (), strict=False):
+            if isinstance(owner, CellType):
+                owner.cell_contents = value
+            else:
+                owner[name] = value
         return before
+
+
+def _has_tensors(content: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(content))
+
+
+@functools.cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes that a code, and functions that it makes, read and do not set."""
+    steps = list(dis.get_instructions(code))
+    read, stored = ({step.argval for step in steps if step.opname.startswith(kind)} for kind in ("LOAD_", "STORE_"))
+    names = (read - stored) & {*code.co_names}
+    return frozenset(names.union(*(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))))
 
 
 class Calls(nn.Module):
