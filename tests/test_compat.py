@@ -324,7 +324,21 @@ class TestNames:
         with pytest.raises(ValueError, match="f_tol must be"):
             set_later.f_tol = -1.0
         assert set_later.options == ours.options
+        set_later.eval_f_max_iter, set_later.f_tol = 5, 0.1
+        assert set_later.eval_f_max_iter == 5 and ours.eval_f_max_iter == 14
+        with pytest.raises(ValueError, match="eval_f_max_iter must be"):
+            set_later.eval_f_max_iter = -3
         assert torch.equal(*(layer(torch.cos, torch.zeros(2, 3))[0][0] for layer in (ours, set_later)))
+
+
+def test_a_function_that_returns_its_own_buffer():
+    x = injection(3).detach()
+    buffer = torch.zeros_like(x)
+    values = []
+    for solver in ("simple_fixed_point_iter", "fixed_point_iter"):
+        layer = get_deq(f_solver=solver, f_max_iter=40, f_tol=1e-9)
+        values.append(layer(lambda z: buffer.copy_(torch.tanh(0.5 * z + x)), torch.zeros_like(x))[0][0].clone())
+    torch.testing.assert_close(*values)
 
 
 class TestWhereTorchdeqIsWrong:

@@ -17,7 +17,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock
 
 import deqfast
-from deqfast import Broyden, DEQBlock, Neumann, Picard, diagnose
+from deqfast import Broyden, DEQBlock, Neumann, Phantom, Picard, diagnose
 from deqfast.diagnosis.measure import find_remedy
 from deqfast.diagnosis.problem import Problem
 
@@ -193,6 +193,29 @@ class TestNumbersThatAreNotFinite:
     def test_a_jacobian_that_is_not_finite(self):
         report = diagnose(DEQBlock(lambda z, x: (z - z.detach()).abs().sqrt() + 0.5 * x, warn=False), torch.rand(3, 4))
         assert "The Jacobian at z* is not finite in 3 of 3" in said(report)
+
+
+def test_cells_of_whole_batches_and_adjoints_of_ones_own():
+    neighbours, linear = torch.tensor([1, 2, 3, 0]), nn.Linear(3, 3)
+
+    class Own(Phantom):
+        pass
+
+    for cell in (
+        lambda z, x: torch.tanh(0.3 * linear(z[neighbours]) + x),
+        lambda z, x: [None][len(z) - 4] or torch.tanh(0.3 * linear(z) + x),
+    ):
+        report = diagnose(DEQBlock(cell, adjoint=Own(), warn=False), torch.randn(4, 3))
+        assert report.converged and any(key.startswith("Own(") or "Own" in key for key in report.gradients)
+        assert isinstance(report.advice, list) and str(report)
+
+
+def test_advice_names_no_tolerance_that_is_refused():
+    def cell(z, x):
+        return torch.cat([(0.5 * z[:1] + x[:1]).bfloat16().to(z), 3 * z[1:] + x[1:]])
+
+    block = DEQBlock(cell, Picard(1e-4, 30), warn=False)
+    assert "rtol=1" not in said(diagnose(block, torch.randn(4, 3)))
 
 
 def test_a_change_whose_answer_ignores_x_is_not_offered():

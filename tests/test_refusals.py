@@ -312,6 +312,7 @@ CELLS_AND_FUNCTIONS = [
     (lambda: SolveDropout(-0.1), ValueError, "p must be finite and at least 0 and at most 1, got -0.1"),
     (lambda: SolveDropout(1.5), ValueError, "at most 1, got 1.5"),
     (lambda: SolveDropout(dims=(-1,)), ValueError, "dims must be at least 0, got -1"),
+    (lambda: SolveDropout(dims=(2,))(Z0), ValueError, "dims must be dimensions of the input, which has 2, got (2,)"),
     (lambda: SolveDropout(dims=(1.0,)), TypeError, "dims must be an integer, got 1.0"),
     (lambda: root(torch.cos, Z0, sign=2), ValueError, "sign must be 1, -1 or None, got 2"),
     *[(partial(root, lambda z: z[:, :1], Z0, sign=sign), ValueError, "(4, 3), got (4, 1)") for sign in (None, 1)],

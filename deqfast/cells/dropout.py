@@ -77,8 +77,10 @@ class SolveDropout(nn.Module):
 
     def _dropped(self, z: Tensor) -> Tensor:
         """Mask that broadcasts to z."""
+        if any(dim >= z.dim() for dim in self.dims):
+            raise ValueError(f"dims must be dimensions of the input, which has {z.dim()}, got {self.dims}")
         for dim in self.dims:
-            z = z.narrow(dim, 0, 1)
+            z = z.narrow(dim, 0, min(1, z.shape[dim]))
         if not self._local.solves:
             if self._has_solved and in_backward():
                 raise RuntimeError(

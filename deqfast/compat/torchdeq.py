@@ -299,6 +299,12 @@ class DEQ(nn.Module):
 
     f_solver, f_max_iter, f_tol, f_stop_mode = map(_option, ("f_solver", "f_max_iter", "f_tol", "f_stop_mode"))
     b_solver, b_max_iter, b_tol, b_stop_mode = map(_option, ("b_solver", "b_max_iter", "b_tol", "b_stop_mode"))
+    eval_f_max_iter = property(
+        lambda layer: (
+            layer.options["eval_f_max_iter"] or int(layer.options["f_max_iter"] * layer.options["eval_factor"])
+        ),
+        _option("eval_f_max_iter").fset,
+    )
     args = property(lambda layer: layer.options)
     core: str  # torchdeq's name for the class
 
@@ -341,7 +347,6 @@ class DEQ(nn.Module):
         self.traces = not (options["no_stat"] or options["f_solver"] == "simple_fixed_point_iter")
         if "f_solver" not in self.theirs:
             self.method = self._forward_method({})
-        self.eval_f_max_iter = options["eval_f_max_iter"] or int(options["f_max_iter"] * options["eval_factor"])
         check_count("eval_f_max_iter", self.eval_f_max_iter, 0)
         at, grad = self._evaluations(options["f_max_iter"]), options["grad"]
         grad = [grad] if isinstance(grad, int) else _check_list("grad", grad)
@@ -377,7 +382,8 @@ class DEQ(nn.Module):
                 anderson, `LBFGS_thres` of broyden. `return_final=True` returns the last iterate, not the best. torchdeq
                 itself runs a `lam` of anderson other than 0 and 1e-4, and `ls=True` of broyden. Unused ones warn.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
-            backward_writer: called with the ``info`` of each backward solve of ift.
+            backward_writer: called with the ``info`` of each backward solve of ift, whose traces have the least
+                residuals only.
             x: a tensor or a tree of tensors, passed to func as its last argument. It is needed for second derivatives
                 through ift, such as forces in a loss. Rows of x that are NaN then do not affect the gradients.
             groups: for a func that couples rows of z_init, such as the nodes of a graph, see ``deqfast.solve``.
@@ -571,7 +577,8 @@ def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, So
         for _ in range(kept.method.max_iter):
             values = packing.check_value(evaluate(taps, z, plan.x))
             pairs = zip(values, packing.leaves, strict=True)
-            z = pytree.tree_unflatten([value.to(leaf.dtype) for value, leaf in pairs], packing.spec)
+            # Copies, as func may return memory that it writes again.
+            z = pytree.tree_unflatten([value.to(leaf.dtype, copy=True) for value, leaf in pairs], packing.spec)
         absolute, relative = kept.residuals()[:, -1].to(packing.dtype)
         finite = torch.isfinite(absolute)
         rows = finite if packing.groups is None else packing.groups.per_row(finite)

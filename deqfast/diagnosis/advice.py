@@ -49,8 +49,9 @@ def _convergence(d: Any) -> Iterator[str]:
     if Status.NONFINITE.name in failed:
         yield f"f is not finite in {d.statuses[Status.NONFINITE.name]} samples: {REMEDIES[Status.NONFINITE]}."
     elif Status.STALLED.name in failed:
-        tolerance = 10 ** math.ceil(math.log10(d.residual_as_it_is))
-        call = f"call the block in float32, outside of autocast and with x.float(), or set rtol={tolerance:g}"
+        tolerance = 10 ** math.ceil(math.log10(d.residual_as_it_is))  # of all samples, which may be those that diverge
+        coarse = f", or set rtol={tolerance:g}" if tolerance < 1 else ""
+        call = f"call the block in float32, outside of autocast and with x.float(){coarse}"
         yield f"f is rounded too coarsely for this tolerance: {call}."
     elif failed and all(run.length[-1] < VANISHED * max(run.length) for run in d.runs):
         yield f"The fixed point is zero, at which no relative tolerance is met: set atol= of {_name(d.solver)}."
@@ -74,7 +75,9 @@ def _solvers(d: Any) -> Iterator[str]:
 
 def _why_none(d: Any) -> str:
     said, half = "No solver converges from here", [len(run.length) // 2 for run in d.runs]
-    growth = [max(run.length[k:]) / max(run.length[:k] or [math.inf]) for run, k in zip(d.runs, half, strict=True)]
+    growth = [
+        max(run.length[k:]) / (max(run.length[:k] or [0.0]) or math.inf) for run, k in zip(d.runs, half, strict=True)
+    ]
     if max(growth) > GROWN:
         worst = d.runs[growth.index(max(growth))]
         said += f", and |f(z)| grows from {worst.length[0]:.2g} to {max(worst.length):.2g} ({_name(worst.solver)})"

@@ -218,7 +218,7 @@ def alone(problem: Problem, z: Any, row: int) -> float | None:
             return None
         try:
             return float(problem.distances(whole, f(part)).nan_to_num(math.inf))
-        except (RuntimeError, ValueError):  # such as for a cell that holds tensors of the whole batch
+        except Exception:  # such as for a cell that holds tensors, or indices, of the whole batch
             return None
 
 
@@ -245,7 +245,7 @@ def gradient_errors(
     exact, errors = solved_by(EXACT), {}
     size, known = lengths(exact), solved[0].converged
     for each in (JFB(), Neumann(), Phantom()):
-        each = adjoint if type(adjoint) is type(each) else each
+        each = adjoint if isinstance(adjoint, type(each)) else each
         error = lengths([a - b for a, b in zip(solved_by(each), exact, strict=True)])
         errors[repr(each)] = GradientError(_estimate(each, norms)[known], (error / size)[known])
     return errors

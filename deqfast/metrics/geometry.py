@@ -120,8 +120,8 @@ def class_geometry(
     check_features(means)
     num_classes = means.shape[0]
     check_vector("counts", counts, COUNT_DTYPES, means, "means")
-    if not bool((counts >= 0).all()) or not bool((counts > 0).any()):
-        raise ValueError(f"counts is {counts.tolist()}; it must be at least 0, and one more than 0")
+    if not bool(((counts >= 0) & (counts < math.inf)).all()) or not bool((counts > 0).any()):
+        raise ValueError(f"counts is {counts.tolist()}; it must be finite and at least 0, and one more than 0")
     check_classifier(classifier_weight, classifier_bias, num_classes, means, "means")
     if traces is not None:
         check_vector("traces", traces, COUNT_DTYPES, means, "means")
