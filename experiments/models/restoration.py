@@ -4,7 +4,8 @@ A is a blur by a 9 x 9 Gaussian (deblur), or keeps half of the pixels (inpaint),
 denoise at sigma = 25 first, then within its arm, on patches; arms share patches and D's start.
 deq: the fixed point, differentiated by JFB. explicit-parameters: one step, with the same denoiser. explicit-compute:
 several steps of the same denoiser, unrolled. In deblurring they cost the same as a training step of the DEQ, if a
-differentiated step counts as three evaluations; in inpainting the DEQ's costs twice as much. Sources: Gilton, Ongie, Willett, IEEE TCI 2021; Ryu et al., ICML 2019.
+differentiated step counts as three evaluations; in inpainting the DEQ's costs twice as much. Sources: Gilton, Ongie,
+Willett, IEEE TCI 2021; Ryu et al., ICML 2019.
 """
 
 from __future__ import annotations

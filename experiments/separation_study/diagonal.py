@@ -298,7 +298,7 @@ def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
     figure, ((axis,),) = style.panels(height=3)
     for rule, shift in zip(RULES, (0.97, 1, 1.03), strict=True):  # so that no bar covers another
         groups = [_densities(flows, rule, start) for start in sizes.initials]
-        means, deviations = list(map(np.mean, groups)), list(map(np.std, groups))
+        means, deviations = list(map(np.mean, groups)), [np.std(group, ddof=len(group) > 1) for group in groups]
         shifted = [start * shift for start in sizes.initials]
         axis.errorbar(shifted, means, deviations, capsize=2, label=rule.name, **style.look(rule.name))
     axis.set(xscale="log", xlabel="β(0)", ylabel="participation ratio of the limit")

@@ -206,7 +206,8 @@ def _row(task: str, seeds: list[Arm]) -> Row:
     row: Row = {"task": task, "arm": seeds[0].name, "seeds": len(seeds)}
     for name in seeds[0].values:
         known = [value for arm in seeds if (value := arm.values[name]) is not None]
-        row[name] = f"{np.mean(known):.2f}±{np.std(known):.2f}" if known else "–"
+        deviation = f"±{np.std(known, ddof=1):.2f}" if len(known) > 1 else ""
+        row[name] = f"{np.mean(known):.2f}{deviation}" if known else "–"
     return row
 
 

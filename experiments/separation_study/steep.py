@@ -41,11 +41,12 @@ largest_error = partial(Trained.error, name="largest")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Dimensions d, and the training."""
+    """Dimensions d, the training, and how samples are drawn."""
 
     dimensions: tuple[int, ...]
     course: Course
     seeds: int
+    samplings: tuple[str, ...] = SAMPLINGS
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
 
 def tasks(sizes: Sizes) -> list[str]:
     """Return a task for each d and sampling."""
-    return [f"d{d}-{sampling}" for d in sizes.dimensions for sampling in SAMPLINGS]
+    return [f"d{d}-{sampling}" for d in sizes.dimensions for sampling in sizes.samplings]
 
 
 def dimension(task: str) -> int:
@@ -246,5 +247,5 @@ STEEP = experiment(
     "Steep function",
     quick=Sizes((6, 12, 20), Course(120, 128, (0.003, 0.01), 2), 1),
     full=Sizes((6, 12, 20), Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
-    long=Sizes((6, 8, 10, 12, 14, 16, 18, 20), Course(20_000, 128, (0.003,), 8), 5),
+    long=Sizes((6, 8, 10, 12, 14, 16, 18, 20), Course(20_000, 128, (0.003,), 8), 5, ("concentrated",)),
 )
