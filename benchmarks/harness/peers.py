@@ -97,7 +97,7 @@ def explicit_layer(cell: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 def pinv_collapse(features: Tensor, labels: Tensor, weight: Tensor | None) -> dict[str, float]:
     """NC1, and with a classifier's weight NC2 to NC4, as they are usually written: D x D covariances and a
-    pseudo-inverse, in the dtype of the features."""
+    pseudo-inverse, in the dtype of the features. The suite gives it float64."""
     counts = torch.bincount(labels)
     classes, samples = len(counts), len(features)
     means = features.new_zeros(classes, features.shape[1]).index_add_(0, labels, features) / counts[:, None]

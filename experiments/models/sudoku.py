@@ -236,7 +236,6 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
     which = f" (puzzles {options.skip + 1} to {options.skip + options.tests} of each file)" if options.skip else ""
     names = ", ".join(sets) + which
     data = f"{options.puzzles} generated {size} x {size} puzzles of {options.shown} clues, tested on {names}"
-    data += f"; as trained: {SOLVE} applications of the DEQ's block, {DEPTH} of the others'"
     return Outcome(model, data, scores, shown)
 
 
