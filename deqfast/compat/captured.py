@@ -74,15 +74,19 @@ class Reads:
 
     def _add_object(self, value: Any) -> None:
         """Add what an object holds under the names in the code, and all tensors of a module's."""
-        for each in value.modules() if isinstance(value, nn.Module) else (value,):
-            held: dict[str, Any] = getattr(each, "__dict__", {})
-            names = self._names
-            if isinstance(each, nn.Module):
-                forward = getattr(type(each).forward, "__code__", None)
-                names = names | (_names_in(forward) if forward else frozenset())
-                names = names | {name for name, content in held.items() if name[0] != "_" and _has_tensors(content)}
-            for name in sorted(names & held.keys()):
+        if not isinstance(value, nn.Module):
+            held: dict[str, Any] = getattr(value, "__dict__", {})
+            for name in sorted(self._names & held.keys()):
                 self._add_content(held, name, held[name])
+            return
+        for module in value.modules():
+            forward = getattr(type(module).forward, "__code__", None)
+            own = _names_in(forward) if forward else frozenset()
+            for name, content in vars(module).items():
+                if name[0] == "_":  # of torch: parameters, buffers, submodules and hooks
+                    continue
+                if name in own or name in self._names or _has_tensors(content):
+                    self._add_content(vars(module), name, content)
 
     def _add_function(self, function: FunctionType) -> None:
         names = _names_in(function.__code__)
@@ -102,6 +106,9 @@ class Reads:
                 self._add_content(function.__globals__, name, value)
 
     def _add_content(self, owner: CellType | dict[str, Any], name: str, content: Any) -> None:
+        if _is_plain(content):  # the usual case, a setting of a module
+            self.key.append((name, type(content), repr(content)))
+            return
         leaves, spec = pytree.tree_flatten(content)
         self.key.append((name, str(spec)))
         self.places += [(owner, name)] * _has_tensors(leaves)
@@ -120,8 +127,13 @@ class Reads:
         return before
 
 
+def _is_plain(content: Any) -> bool:
+    kind = type(content)
+    return kind in _PLAIN or (kind is tuple and all([type(entry) in _PLAIN for entry in content]))
+
+
 def _has_tensors(content: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(content))
+    return not _is_plain(content) and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(content))
 
 
 @functools.cache
