@@ -128,7 +128,7 @@ def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return a truth value; raises ValueError if `value` is none."""
+    """Return the truth value; raises ValueError for another value."""
     check_choice(name, value, (False, True))
     return bool(value)
 

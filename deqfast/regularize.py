@@ -52,6 +52,7 @@ def jacobian_penalty(
         >>> (z.square().mean() + 0.1 * deqfast.regularize.jacobian_penalty(cell, z, x)).backward()
     """
     check_count("probes", probes)
+    check_values("z", z)
     with torch.inference_mode(False), torch.enable_grad():
         leaves, outputs = _evaluated(cell, z, x)
         broken = ~torch.stack([torch.isfinite(rows_of(y)).all(dim=1) for y in outputs]).all(dim=0)
@@ -198,7 +199,6 @@ def _ritz(projected: Tensor) -> tuple[Tensor, Tensor]:
 
 def _evaluated(cell: Callable[[Any, Any], Any], z: Any, x: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Leaves of z and of the cell's value at z, connected by an autograd graph."""
-    check_values("z", z)
     z, x = (pytree.tree_map_only(Tensor, countable, tree) for tree in (z, x))
     z = detached(z, requires_grad=True)
     return pytree.tree_leaves(z), in_order_of(z, uncompiled(cell)(not_leaves(z), x))

@@ -163,8 +163,8 @@ def test_groups(seed, numbers, width, solver, kernel):
     grouped = solve(f, z0, solver, kernel, groups=Groups(index))
     for number in range(int(index.max()) + 1):
         own = (index == number).nonzero().flatten()
-        alone = solve(f.of(own), z0[own], solver, kernel, groups="batch")
+        single = solve(f.of(own), z0[own], solver, kernel, groups="batch")
         if len(own):
-            assert torch.equal(alone.status[0], grouped.status[number])
-            assert torch.equal(alone.iterations[0], grouped.iterations[number])
-            assert_close(alone.value, grouped.value[own], after_solve(lost(torch.float64, solver.tol)))
+            assert torch.equal(single.status[0], grouped.status[number])
+            assert torch.equal(single.iterations[0], grouped.iterations[number])
+            assert_close(single.value, grouped.value[own], after_solve(lost(torch.float64, solver.tol)))

@@ -39,6 +39,6 @@ def has_ops(solver: Solver) -> bool:
 
 
 def check_ops(way: str, solver: Solver, owner: str = "") -> None:
-    """Raise ValueError if this way of running a solve needs the step of the solver to be an op, and it is none."""
+    """Raise ValueError unless the step of the solver is an op, as this way of running a solve needs it."""
     if not has_ops(solver):
         raise ValueError(f"{way} serves Picard, Anderson and Broyden, whose steps are ops, got {solver}{owner}")

@@ -14,7 +14,9 @@ from nc_study.results import network_result
 from nc_study.rundir import RunDirectory
 from runs.files import locked, read_arrays
 from runs.options import StudyError
+from runs.states import write_state
 from study_helpers import made_up_epoch, made_up_settings
+from torch import nn
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,23 @@ def run(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     return directory
+
+
+def test_weights_are_of_the_checkpoint_or_else_the_final_ones(run):
+    network, saved = nn.Linear(2, 2), {"epoch": 1, "network": nn.Linear(2, 2).state_dict()}
+    with pytest.raises(StudyError, match="has neither last.ckpt nor weights.ckpt"):
+        run.load_weights(network)
+    final = {name: tensor.bfloat16() for name, tensor in nn.Linear(2, 2).state_dict().items()}  # as a run writes them
+    write_state(run.weights, final)
+    run.load_weights(network)
+    assert all(torch.equal(tensor, final[name].float()) for name, tensor in network.state_dict().items())
+    run.save(saved)
+    run.load_weights(network)
+    assert all(torch.equal(tensor, saved["network"][name]) for name, tensor in network.state_dict().items())
+    run.weights.write_bytes(b"damaged")
+    (run.path / "last.ckpt").unlink()
+    with pytest.raises(StudyError, match="weights.ckpt cannot be read"):
+        run.load_weights(network)
 
 
 def test_what_was_saved_after_the_checkpoint_is_dropped(run):

@@ -5,6 +5,7 @@ loop, called as C functions. Inductor compiles the cell, with its own rounding: 
 one to rounding.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...state.packing import Packing
 from ...torch_internals import pytree
 from ...torch_internals.dynamo import Codes, is_failed_trace, reason
 from ..refusals import Refusals, check_ops, check_served, kinds
-from ..solve import Options, Solve, inverse_of, not_finite, solution_of
+from ..solve import Inverse, Options, Solve, inverse_of, not_finite, solution_of
 from .code_loop import IS_NEW, KERNEL, Loop, code_options, loop_of, solve_in_code
 
 _WHOLE_BATCHES = "its code is one loop for whole batches"
@@ -79,7 +80,7 @@ class Compiled:
             inverse = None
             if options.keeps_inverse:
                 estimate = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
-                inverse = lambda v, history=history: estimate(v)  # noqa: E731  (it keeps the memory of the history)
+                inverse = partial(_estimated, estimate, history)
             ended = status, iterations, (relative, absolute), calls
             return solution_of(packing, solver, packing.unpack(value), *ended, inverse=inverse)
 
@@ -95,6 +96,11 @@ class Compiled:
     def __getstate__(self) -> dict[str, Any]:
         """State without the compiled code, which lives in one process."""
         return {**self.__dict__, "_loops": {}}
+
+
+def _estimated(estimate: Inverse, history: Tensor, v: Any) -> Any:
+    """The estimate for v, which reads views of the history: their memory is used again once this tensor is gone."""
+    return estimate(v)
 
 
 def _check(packing: Packing, options: Options) -> None:
