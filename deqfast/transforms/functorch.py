@@ -63,15 +63,11 @@ class CellFunction(StateFunction):
         self.others = [*(leaves[i] for i in self.in_x), *held.values()]
         self.autocast = present_autocast(self.packing.device.type)
 
-    def x_of(self, others: Tensors) -> Any:
-        """Return the tree x with these tensors."""
-        leaves = list(self.x_leaves)
-        for i, tensor in zip(self.in_x, others, strict=False):
-            leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, self.x_spec)
-
     def __call__(self, state: Tensors, rows: Tensors, others: Tensors) -> Tensors:
-        arguments = pytree.tree_unflatten(state, self.packing.spec), self.x_of(others)
+        x_leaves = list(self.x_leaves)
+        for i, tensor in zip(self.in_x, others, strict=False):
+            x_leaves[i] = tensor
+        arguments = pytree.tree_unflatten(state, self.packing.spec), pytree.tree_unflatten(x_leaves, self.x_spec)
         with self.autocast():
             if isinstance(self.cell, nn.Module):
                 held = dict(zip(self.names, others[len(self.in_x) :], strict=True))
