@@ -120,8 +120,7 @@ def share_rows(monkeypatch: Any, programs: int, block: int) -> None:
     for module, config in ((picard_step, "picard_config"), (multisecant_step, "sweep_config")):
         made = getattr(module, config)
         monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: programs)
-        for plans in (module._PLANS, module._SUMS_PLANS, module._APPLY_PLANS):
-            monkeypatch.setattr(plans, "_plans", {})
+        monkeypatch.setattr(module._PLANS, "_plans", {})
         monkeypatch.setattr(module, config, lambda *a, made=made: replace(made(*a), block=block, num_warps=1))
 
 
