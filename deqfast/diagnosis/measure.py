@@ -140,9 +140,9 @@ def norm(problem: Problem, z: Any) -> Tensor:
     leaves = pytree.tree_leaves(at := detached(z, requires_grad=True))
     outputs = problem.packing.check_value(problem.f(not_leaves(at)))
     base = problem.map(torch.detach, pytree.tree_unflatten(outputs, problem.packing.spec))
-    device, values, states = problem.packing.device, [y.dtype for y in outputs], [leaf.dtype for leaf in leaves]
+    device = problem.packing.device
     size = torch.maximum(problem.norms(z), problem.norms(base)).clamp_min(1e-30)
-    step = size * residual_floor(values, states, device, float32_products_eps(device)) ** 0.5
+    step = size * residual_floor(outputs, leaves, device, float32_products_eps(device)) ** 0.5
     squares = [factor**2 for factor in problem.packing.factors or [1.0] * len(leaves)]
     v, longest = problem.map(torch.randn_like, z), torch.zeros_like(size)
     for _ in range(NORM_PRODUCTS):

@@ -110,7 +110,7 @@ def solve_cell(
     if torch.is_autocast_enabled(device):
         if torch.get_autocast_dtype(device) != torch.bfloat16 or z0.dtype != torch.float32:
             return None
-        weight, floor = weight.to(torch.bfloat16), stall_floor([z0.dtype], [], z0.device, 0.0)
+        weight, floor = weight.to(torch.bfloat16), stall_floor([z0], [], z0.device, 0.0)
     chosen = choose_kernel(kernel, z0.device)
     if z0.dtype not in STATE_DTYPES or not serves(kernel, chosen, weight, z0):
         return None
