@@ -265,7 +265,7 @@ def find_remedy(problem: Problem) -> Remedy | None:
     """
     own, slow, x = problem.plan.solver, None, problem.plan.x
     for change, cell in _changed(problem):
-        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), lambda z, cell=cell: cell(z, x))
+        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), partial(cell, x=x))
         if bool(solution.converged.all()) and _depends(problem, cell, solution.value):
             remedy = Remedy(change, int(solution.iterations.max()))
             if remedy.evaluations <= own.max_iter:
@@ -293,14 +293,18 @@ def _nudged(leaf: Tensor) -> Tensor:
     return leaf + NUDGE * (_size(leaf) or 1.0) * torch.randn_like(leaf) if is_of_state(leaf) else leaf
 
 
-def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
+def _changed(problem: Problem) -> Iterator[tuple[str, Callable[..., Any]]]:
     norms = [_normalisation(leaf) for leaf in problem.leaves(problem.plan.z0)]
     if all(norms):
         change = f"normalise the cell's value, by {' and '.join(dict.fromkeys(norms))} last"
         yield change, lambda z, x: problem.map(_normalised, problem.cell(z, x))
     for shrink in SHRINKS:
         change = f"give it {shrink:g} z in place of z, or smaller weights, bounded by torch.nn.utils.parametrizations"
-        yield change, lambda z, x, shrink=shrink: problem.cell(problem.map(lambda leaf: shrink * leaf, z), x)
+        yield change, partial(_with_shrunk, problem, shrink)
+
+
+def _with_shrunk(problem: Problem, shrink: float, z: Any, x: Any) -> Any:
+    return problem.cell(problem.map(lambda leaf: shrink * leaf, z), x)
 
 
 def _normalisation(leaf: Tensor) -> str:
