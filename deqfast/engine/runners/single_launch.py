@@ -61,7 +61,8 @@ def _in_launches(
     """Results of the op ``fc_fixed_point`` from one launch, or, for a long solve, from several, with the same bits."""
     blocks = max(MAX_BLOCK_PRODUCTS // _block_products(len(weight), max_iter), 1) * torch.get_num_threads()
     samples = zip(c.split(blocks * BLOCK), z0.split(blocks * BLOCK), strict=True)
-    parts = [torch.ops.deqfast.fc_fixed_point(weight, *part, activation, max_iter, *rule) for part in samples]
+    solve: Callable[..., Sequence[Tensor]] = torch.ops.deqfast.fc_fixed_point
+    parts = [solve(weight, *part, activation, max_iter, *rule) for part in samples]
     if len(parts) == 1:
         return parts[0]
     return [torch.cat(results, dim=int(k == 3)) for k, results in enumerate(zip(*parts, strict=True))]
