@@ -13,12 +13,7 @@ from ..steps.loops import state_begin
 from ..steps.reference import picard_step
 from . import FcFixedPoint, FcVjp
 
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (_identity, torch.relu, torch.tanh, F.gelu)
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (torch.positive, torch.relu, torch.tanh, F.gelu)
 
 
 def fc_fixed_point(a: FcFixedPoint) -> tuple[Tensor, ...]:
