@@ -265,13 +265,17 @@ def find_remedy(problem: Problem) -> Remedy | None:
     """
     own, slow, x = problem.plan.solver, None, problem.plan.x
     for change, cell in _changed(problem):
-        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), lambda z, cell=cell: cell(z, x))
+        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), partial(_at, cell, x))
         if bool(solution.converged.all()) and _depends(problem, cell, solution.value):
             remedy = Remedy(change, int(solution.iterations.max()))
             if remedy.evaluations <= own.max_iter:
                 return remedy
             slow = slow or remedy
     return slow
+
+
+def _at(cell: Callable[[Any, Any], Any], x: Any, z: Any) -> Any:
+    return cell(z, x)
 
 
 @torch.no_grad()
@@ -300,7 +304,11 @@ def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any, Any], Any]]
         yield change, lambda z, x: problem.map(_normalised, problem.cell(z, x))
     for shrink in SHRINKS:
         change = f"give it {shrink:g} z in place of z, or smaller weights, bounded by torch.nn.utils.parametrizations"
-        yield change, lambda z, x, shrink=shrink: problem.cell(problem.map(lambda leaf: shrink * leaf, z), x)
+        yield change, partial(_with_shrunk, problem, shrink)
+
+
+def _with_shrunk(problem: Problem, shrink: float, z: Any, x: Any) -> Any:
+    return problem.cell(problem.map(lambda leaf: shrink * leaf, z), x)
 
 
 def _normalisation(leaf: Tensor) -> str:
