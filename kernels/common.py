@@ -271,6 +271,7 @@ def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
     """
     p_status, p_iterations, p_residual, p_progress, p_active = monitor
     tol, absolute, stall_floor, offset = rule
+    B = scalar(B, tl.int64)  # rows of progress begin at up to 5 B
     dtype: tl.constexpr = res_abs.dtype
     own = tl.load(p_iterations + i_b)
     last = tl.where(k < 0, own + 1 >= -k, last)

@@ -95,7 +95,7 @@ class Plans:
 
     def run(self, a: Any, *choices: Hashable, results: Iterable[Tensor] = ()) -> None:
         """Run the call of `a`; nothing for an empty batch. A plan depends on the state's layout, and on `choices`."""
-        tensors = _tensors_of(type(a))(a)
+        tensors = _tensors_of(a.__class__)(a)
         state = tensors[0]
         if not len(state):
             return
