@@ -80,7 +80,7 @@ class Implicit(Adjoint):
     def _solve(self, plan: Plan) -> LinearSolve:
         solver = self.solver or DEFAULT_SOLVER
         assert isinstance(solver, Solver)  # the constructor has replaced a name
-        return LinearSolve.of(plan, solver)
+        return LinearSolve(*plan.options.linear(solver), plan.solves, plan.on_backward)  # u has the scale of z
 
 
 class _Inverted(Rule):

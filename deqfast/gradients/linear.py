@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.plan import Plan
 from ..engine.runners.cuda_graph import Graphs
 from ..engine.solve import Options, Solve, Solves
 from ..solution import Solution
-from ..solvers import Solver
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import all_finite, known_finite, per_row
@@ -72,11 +70,6 @@ class LinearSolve:
     for_transpose: Options  # of the solve with the transposed matrix, whose u has the inverse scale
     solves: Solves | None  # keeps the compiled solves, if given
     on_backward: Callable[[Solution], None]  # called with the Solution
-
-    @classmethod
-    def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
-        """Solve with the Jacobian at the plan's z*; u has the scale of z."""
-        return cls(*plan.options.linear(solver), plan.solves, plan.on_backward)
 
     def transposed(self) -> LinearSolve:
         """Solve with the transposed matrix."""

@@ -142,7 +142,8 @@ class _Run:
                 passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]
                 passed[other] = [(1 - self.relaxation) * p for p in passed[other]]
                 gradients = [_sum(a, b) for a, b in zip(gradients, pulled[len(grads) :], strict=True)]
-                ends[other] = [self._unmixed(end, v.detach()) for end, v in zip(ends[other], values, strict=True)]
+                pairs = zip(ends[other], values, strict=True)
+                ends[other] = [(s - self.relaxation * _widened(v.detach())) / (1 - self.relaxation) for s, v in pairs]
         self._check(ends)
         # Gradients that the cell adds without x: a leaf counts among those held, and one that x has twice counts once.
         by_cell = gradients[len(in_x) :]
@@ -150,9 +151,6 @@ class _Run:
             if not any(source is other for other in (*sources[:i], *sources[len(in_x) :])):
                 gradients[i] = _sum(gradients[i], by_cell[i])
         return [*gradients[: len(in_x)], *by_cell[len(in_x) :]]
-
-    def _unmixed(self, state: Tensor, value: Tensor) -> Tensor:
-        return (state - self.relaxation * _widened(value)) / (1 - self.relaxation)
 
     def _check(self, ends: list[list[Tensor]]) -> None:
         """Raise RuntimeError if a sample of the states `ends` is not at its start."""

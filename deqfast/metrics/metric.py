@@ -220,7 +220,7 @@ class NeuralCollapse(Metric):
         samples = Samples.grouped(features, labels, self.num_classes)
         samples, stats = class_means(samples, choose_kernel(self.kernel, features.device))
         self.moments = _merge_moments([self.moments, _batch_moments(samples, stats)])
-        self.excluded = self.excluded + (features.shape[0] - samples.count)
+        self.excluded = self.excluded + (features.shape[0] - len(samples.rows))
         facts = (default_rtol(features.dtype), NC1_RESOLUTION.get(features.dtype, 0.0))
         self.precision = torch.maximum(self.precision, self.precision.new_tensor(facts))
 

@@ -166,7 +166,7 @@ def neural_collapse(
     samples = Samples.grouped(features, labels, check_label_range(labels, num_classes))
 
     samples, stats = statistics.class_means(samples, chosen)
-    excluded, counts = features.shape[0] - samples.count, stats.counts
+    excluded, counts = features.shape[0] - len(samples.rows), stats.counts
     samples, stats, classifier = statistics.drop_empty_classes(samples, stats, classifier)
     if samples.num_classes == 0:
         return undefined(excluded, convention, classifier, True, len(counts) if per_class else None)

@@ -37,11 +37,6 @@ class Samples:
         labels, rows = torch.sort(labels.long(), stable=True)
         return cls(features, rows, labels, num_classes)
 
-    @property
-    def count(self) -> int:
-        """M, the number of rows that count."""
-        return len(self.rows)
-
     @functools.cached_property
     def offsets(self) -> Tensor:
         """Bounds of the classes, (K + 1,) int64: class k has rows[offsets[k]:offsets[k + 1]]."""
@@ -214,7 +209,7 @@ def nearest_mean_agreement(samples: Samples, stats: ClassMeans, classifier: Clas
         nearest = gaps.index_select(0, labels).addmm_(deviations, means.T, alpha=-2).argmin(1)
         agreed += (nearest == chosen).sum()
     finite = functools.reduce(torch.logical_and, [part.isfinite().all() for part in classifier if part is not None])
-    return torch.where(finite, agreed.to(torch.float64) / samples.count, math.nan)
+    return torch.where(finite, agreed.to(torch.float64) / len(samples.rows), math.nan)
 
 
 def default_rtol(dtype: torch.dtype) -> float:

@@ -70,13 +70,12 @@ class Auto(Solver):
 
     max_iter: int = 200
 
-    PATIENCE: ClassVar[int] = 30  # with 10 and 20, maps that Broyden's method solves slowly leave its stage too early
     SHORT_STEP: ClassVar[float] = 0.1
     HISTORY: ClassVar[int] = 20
 
     @property
     def patience(self) -> int:
-        return self.PATIENCE
+        return 30  # with 10 and 20, maps that Broyden's method solves slowly leave its stage too early
 
     @cached_property
     def stages(self) -> list[Solver]:
@@ -110,7 +109,7 @@ class Auto(Solver):
 
     def resume(self, state: State, k: int, max_iter: int) -> int:
         assert isinstance(state, AutoState)
-        at = -(-k // self.PATIENCE) * self.PATIENCE  # the next multiple of PATIENCE, at which samples change stage
+        at = -(-k // self.patience) * self.patience  # the next multiple, at which samples change stage
         if at < max_iter:
             self._change_stages(state, at)
         return at if at < max_iter and bool(state.running.any()) else max_iter
@@ -120,7 +119,7 @@ class Auto(Solver):
         broken = (state.status == NONFINITE) & torch.isfinite(state.residual[1])
         before = torch.minimum(state.seen, state.progress[FIRST])
         still = state.running & (state.residual[1] > STALL_GAIN * before)
-        stuck = still & (k - state.begin - state.progress[GAIN_ITERATION] >= self.PATIENCE)
+        stuck = still & (k - state.begin - state.progress[GAIN_ITERATION] >= self.patience)
         state.seen.copy_(state.residual[1])
         leaves = (state.stage < len(self.stages) - 1) & (stuck | broken)
         if not bool(leaves.any()):

@@ -82,10 +82,6 @@ class Groups:
         shifts = self.count * torch.arange(times, device=self.index.device)
         return Groups((self.index + shifts[:, None]).flatten(), times * self.rows, self.index.device)
 
-    def sums(self, values: Tensor) -> Tensor:
-        """Sums over the rows of each sample, (B,), of values of the rows (N,)."""
-        return self.gather(values[:, None]).sum(dim=1)
-
     def per_row(self, values: Tensor) -> Tensor:
         """Values (N,) of each row's sample, from values of the samples (B,)."""
         return values.index_select(0, self.index)

@@ -36,7 +36,8 @@ def sample_norms(
         row_norms = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
         return row_norms if groups is None else groups.gather(row_norms[:, None]).amax(dim=1)
     if groups is not None:
-        return groups.sums(torch.stack(norms).square().sum(dim=0)).sqrt()
+        squares = torch.stack(norms).square().sum(dim=0)
+        return groups.gather(squares[:, None]).sum(dim=1).sqrt()
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
