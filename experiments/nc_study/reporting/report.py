@@ -170,7 +170,7 @@ def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
         "further": [{"recipe": group.recipe, **row} for row in tables.arm_rows(group, tables.FURTHER)],
         "solves": [row for row in tables.arm_rows(group, tables.SOLVES) if row["converged"] != tables.NOTHING],
         "geometry": list(tables.geometry_rows(group)),
-        "papers": {} if group.drawn else {name: rows for name in TABLES if (rows := tables.run_rows(group, name))},
+        "papers": {} if group.drawn else {name: rows for name in TABLES if (rows := [*tables.paper_rows(group, name)])},
         "broken": broken,
         "training": sorted(run.result.network.curves["train_accuracy"][-1] or 0 for run in group.finished),
         "figures": figures,
