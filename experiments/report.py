@@ -6,40 +6,35 @@ writes a report, an appendix with other recipes, and the provenance: as .md, and
 pictures are also in figures/.
 """
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from runs.options import Parser, StudyError
+from runs.script import run_main
 
-def main() -> int:
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Write a report; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
     Ctrl-C."""
-    command = "python experiments/report.py"
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=f"examples:\n  {command} runs\n  {command} runs/a runs/b --out report",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(__doc__, ("report.py runs", "report.py runs/a runs/b --out report"), "DIR [DIR ...] [options]")
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folder that holds runs, at any depth")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the report (default: report in the first DIR)"
     )
     parser.add_argument("--power", action="store_true", help="print what the last amendment's tests can see, and stop")
-    asked = parser.parse_args()
-    absent = [root for root in asked.runs if not root.is_dir()]
-    if absent or not any(any(root.rglob(name)) for root in asked.runs for name in ("settings.json", "result.json")):
-        reason = f"{absent[0]}: no such folder" if absent else f"no runs under {', '.join(map(str, asked.runs))}"
-        print(f"report.py: error: {reason}", file=sys.stderr)
-        return 1
-    from nc_study.reporting import power  # late: there may be nothing to report, and these take seconds
-    from nc_study.reporting.report import show
-    from runs.script import run_main
+    asked = parser.parse(argv)
 
-    if asked.power:
-        return run_main("report.py", lambda: power.show(asked.runs), "nothing was written")
-    return run_main(
-        "report.py", lambda: show(asked.runs, asked.out or asked.runs[0] / "report"), "the report is not whole"
-    )
+    def work() -> int:
+        if absent := [root for root in asked.runs if not root.is_dir()]:
+            raise StudyError(f"{absent[0]}: no such folder")
+        if not any(any(root.rglob(name)) for root in asked.runs for name in ("settings.json", "result.json")):
+            raise StudyError(f"no runs under {', '.join(map(str, asked.runs))}")
+        from nc_study.reporting import power, report  # late: there may be nothing to report, and these take seconds
+
+        return power.show(asked.runs) if asked.power else report.show(asked.runs, asked.out or asked.runs[0] / "report")
+
+    return run_main("report.py", work, "nothing was written" if asked.power else "the report is not whole")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,9 @@ from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.scheduler import Task, hours_left, plan
 from nc_study.training import DIVERGED
 from runs.files import prepare_out, to_json, write_atomically
-from runs.options import Checked, Parser, SettingsError, StudyError, add_options, flag_of, option
+from runs.options import Checked, Parser, SettingsError, StudyError, add_options, flag_of, listed, option
 from runs.processes import run_all, tell_failed
 from runs.script import launched, resume_hint, run_main
-
-from deqfast._checks import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +67,7 @@ class StudyOptions(Checked):
         numbers = self.seeds.split(",")
         if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
             raise SettingsError(f"--seeds {self.seeds}: different whole numbers with commas between")
-        if unknown := set(self.arms.split(",")) - set(RUNNABLE):
-            first = min(unknown)
-            raise SettingsError(
-                f"--arms {self.arms}: {first} is none of {', '.join(RUNNABLE)}{did_you_mean(first, RUNNABLE)}"
-            )
+        listed("arms", self.arms, RUNNABLE)
         if (self.table is not None or self.figure is not None) + (self.protocol is not None) != 1:
             raise SettingsError("which runs? --protocol PART, or --table or --figure (all: the paper's)")
         if self.spread and not launched():
@@ -119,7 +113,7 @@ def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, An
     given for all runs, or if --protocol rates has not chosen rates yet."""
     if options.protocol is None:
         chosen = settings_of(options.table, options.figure, options.dataset)
-        each = product(map(int, options.seeds.split(",")), chosen, options.arms.split(","))
+        each = product(map(int, options.seeds.split(",")), chosen, listed("arms", options.arms, RUNNABLE))
         return [{**setting.options, "seed": seed, **arm_options(arm)} for seed, setting, arm in each]
     if fixed := [flag_of(name) for name in given if name not in protocol.MACHINE]:
         raise SettingsError(f"{', '.join(fixed)}: experiments/protocol.md decides it")

@@ -19,7 +19,7 @@ from msgspec import Meta
 from nc_study.networks import count_parameters
 from runs import processes
 from runs.files import check_same, locked, prepare_out, read_record, reading, to_json, write_atomically
-from runs.options import Checked, SettingsError, flag_of, listed, option, parsed
+from runs.options import Checked, SettingsError, flag_of, listed_or_all, option, parsed
 from runs.provenance import Recorded, provenance
 from runs.script import resume_hint, run_main
 from runs.states import read_state, take_over, write_state
@@ -57,13 +57,12 @@ class Options(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        listed("arms", self.arms, ("all", *self.all_arms))
+        _ = self.chosen
 
     @property
     def chosen(self) -> list[str]:
-        """Arms to train."""
-        given = listed("arms", self.arms, ("all", *self.all_arms))
-        return list(self.all_arms) if "all" in given else given
+        """Arms to train. Raises SettingsError for an unknown one."""
+        return listed_or_all("arms", self.arms, self.all_arms)
 
     @property
     def deciding(self) -> dict[str, Any]:

@@ -35,7 +35,11 @@ from .frame import Example, Options, Outcome, Record, Run
 
 ARMS = ("plain", "anderson", "broyden", "hook", "anderson-whole", "by-hand")
 DIFFERENTIATED = ARMS[1:4]
-SETS = ("molecules", "stretched", "chains")
+SETS = {  # titles in the figure
+    "molecules": "molecules (Fock matrix)",
+    "stretched": "stretched molecules (Fock matrix)",
+    "chains": "long chains (charges)",
+}
 HOPPING, REPULSION = 2.539, 10.06  # t and U in eV
 LENGTH, DECAY = 1.397, 0.31  # bond of benzene and decay of t, in Angstrom
 NITROGEN, TO_NITROGEN = 0.51, 1.02  # site energy in units of t, factor of t
@@ -404,21 +408,16 @@ def train(run: Run) -> Outcome:
 def draw(records: Sequence[Record]) -> Figure:
     """Median residuals of the sets under the first seed, against evaluations."""
     first = [record for record in records if record.seed == records[0].seed and record.arm in ARMS[:4]]
-    titles = {
-        "molecules": "molecules (Fock matrix)",
-        "stretched": "stretched molecules (Fock matrix)",
-        "chains": "long chains (charges)",
-    }
     figure = style.page(7, style.NARROW)
     axes = figure.subplots(len(SETS), 1, sharex=True, sharey=True)
-    for axis, name in zip(axes, SETS, strict=True):
+    for axis, (name, title) in zip(axes, SETS.items(), strict=True):
         for record in first:
             own = record.shown[name]
             hook = f"mixing_fn: {'commutator' if name != 'chains' else 'preconditioner'}"
             label = {"plain": f"plain, damping {own['damping']:g}", "hook": hook}.get(record.arm, record.arm)
             steps = range(1, len(own["residual"]) + 1)
             axis.semilogy(steps, own["residual"], label=label, color=style.look(record.arm)["color"])
-        axis.set(title=titles[name], ylabel="|f(z) - z|, eV", xlim=(0, 60))
+        axis.set(title=title, ylabel="|f(z) - z|, eV", xlim=(0, 60))
         axis.legend()
     axes[-1].set_xlabel("evaluations of the field, median molecule")
     return figure

@@ -8,69 +8,55 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from runs.options import StudyError, flag_of
+from runs.options import flag_of, listed_or_all
 
 from .config import BOTH, Experiment, Setting, preset_values
-from .record import Accuracy, Spread
+from .record import GROUPS, Accuracy, Spread
 
 FOLDER = Path(__file__).parent
-RATIOS = (10, 50, 100)
 DATA_SETS = {"cifar": ("cifar10", "cifar100")}
 """Value of --dataset in addition to single data sets."""
 
-# (K_A, R); the balanced case has neither.
 Imbalance = tuple[int | None, int | None]
-_BALANCED: Imbalance = (None, None)
-TABLES: dict[str, tuple[Imbalance, ...]] = {
-    "1": (_BALANCED,),
-    **{table: tuple((majority, ratio) for ratio in RATIOS) for table, majority in (("2", 3), ("3", 5), ("4", 7))},
-}
-FIGURES: dict[str, tuple[Imbalance, ...]] = {
-    "2": ((3, 10),),
-    "3": (_BALANCED, (5, 100)),
-    "4": ((3, 100),),
-    "5": ((7, 100),),
-}
-COURSES: dict[Imbalance, tuple[str, str]] = {
-    _BALANCED: ("Fig. 3a", "NC2 falls to 0.2"),
-    (5, 100): ("Fig. 3b", "the axis of accuracy ends at 40 %"),
-    (3, 100): ("Fig. 4", "the axis of accuracy ends at 28 %"),
-    (7, 100): ("Fig. 5", "100 epochs"),
-}
-"""The figure that shows a setting's course of training on CIFAR-10, and what is known of its ranges."""
+"""(K_A, R); the balanced case has neither."""
 
 
-def _numbers() -> dict[Setting, dict[str, Accuracy]]:
-    numbers = {}
-    for row in csv.DictReader(FOLDER.joinpath("paper.csv").read_text().splitlines()):
-        imbalance = [int(row[name]) for name in ("majority", "ratio") if row[name]]
-        spreads = {name: _spread(text) for name, text in row.items() if "±" in text}
-        networks = {
-            model: Accuracy(
-                **{name.split()[1]: spread for name, spread in spreads.items() if name.startswith(f"{model} ")}
-            )
-            for model in BOTH
-        }
-        numbers[Setting(row["dataset"], *imbalance)] = networks
-    return numbers
+def entries(name: str) -> list[dict[str, str]]:
+    """Rows of a table in this folder, by the names of its columns."""
+    return list(csv.DictReader(FOLDER.joinpath(name).read_text(encoding="utf-8").splitlines()))
 
 
-def _spread(text: str) -> Spread:
-    mean, std = text.split("±")
-    return Spread(float(mean), float(std))
+def _setting(row: dict[str, str]) -> Setting:
+    return Setting(row["dataset"], *(int(row[name]) for name in ("majority", "ratio") if row[name]))
 
 
-PAPER = _numbers()
+def _accuracy(row: dict[str, str], model: str) -> Accuracy:
+    printed = {group: row[f"{model} {group}"].split("±") for group in GROUPS}
+    return Accuracy(**{group: Spread(*map(float, numbers)) for group, numbers in printed.items() if numbers != [""]})
+
+
+def _imbalances(column: str) -> dict[str, list[Imbalance]]:
+    """Imbalances of each table, or of each figure without its letter, in the paper's order."""
+    chosen: dict[str, list[Imbalance]] = {}
+    for row in sorted((row for row in _ENTRIES if row[column]), key=lambda row: row[column]):
+        setting = _setting(row)
+        imbalances = chosen.setdefault(row[column][0], [])
+        if (imbalance := (setting.majority, setting.ratio)) not in imbalances:
+            imbalances.append(imbalance)
+    return chosen
+
+
+_ENTRIES = entries("paper.csv")
+PAPER = {_setting(row): {model: _accuracy(row, model) for model in BOTH} for row in _ENTRIES}
 """Accuracy in percent by setting and network: mean and deviation over the last ten epochs."""
 
-INCONSISTENT = frozenset(
-    {
-        (Setting("cifar10", 5, 10), "explicit"),
-        (Setting("cifar10", 5, 100), "deq"),
-        (Setting("cifar100", 7, 10), "deq"),
-    }
-)
+INCONSISTENT = frozenset((_setting(row), row["inconsistent"]) for row in _ENTRIES if row["inconsistent"])
 """Entries printed with an overall accuracy that is not the class mean of the other two."""
+
+COURSES = {_setting(row): (f"Fig. {row['figure']}", row["course"]) for row in _ENTRIES if row["course"]}
+"""The figure that shows a setting's course of training, and what is known of its ranges."""
+
+TABLES, FIGURES = _imbalances("table"), _imbalances("figure")
 
 
 def on_cifar(setting: Setting) -> Setting:
@@ -107,27 +93,18 @@ def settings_of(tables: str | None, figures: str | None, dataset: str) -> list[S
     With dataset "cifar" the tables take both CIFAR sets and the figures, as in the paper, CIFAR-10.
     """
     named = DATA_SETS.get(dataset, (dataset,))
-    chosen = _chosen("--table", tables, TABLES)
-    settings = [Setting(name, *imbalance) for table in chosen for name in named for imbalance in TABLES[table]]
-    for figure in _chosen("--figure", figures, FIGURES):
-        settings += [Setting(named[0], *imbalance) for imbalance in FIGURES[figure]]
-    return list(dict.fromkeys(settings))
+    in_tables = [
+        Setting(name, *imbalance) for table in _chosen("table", tables, TABLES) for name in named for imbalance in table
+    ]
+    in_figures = [Setting(named[0], *imbalance) for some in _chosen("figure", figures, FIGURES) for imbalance in some]
+    return list(dict.fromkeys(in_tables + in_figures))
 
 
-def _chosen(flag: str, text: str | None, known: dict[str, tuple[Imbalance, ...]]) -> list[str]:
-    if text is None:
-        return []
-    numbers = list(known) if text == "all" else text.split(",")
-    for number in numbers:
-        if number not in known:
-            raise StudyError(f"{flag} {text}: all, or some of {', '.join(known)} with commas between")
-    return numbers
+def _chosen(name: str, words: str | None, known: dict[str, list[Imbalance]]) -> list[list[Imbalance]]:
+    return [known[number] for number in listed_or_all(name, words, known)] if words is not None else []
 
 
-THEORY: dict[str, tuple[str, str]] = {
-    row["claim"]: (row["source"], row["text"])
-    for row in csv.DictReader(FOLDER.joinpath("theory.csv").read_text().splitlines())
-}
+THEORY = {row["claim"]: (row["source"], row["text"]) for row in entries("theory.csv")}
 """Source and text of each claim about the optima of the layer-peeled problems (7), (9) and (10); `{name}` and `{scale}`
 stand for the variant that is judged. The keys of Proposition 4.2 name the quantity in the record. Fang et al.: PNAS
 2021."""

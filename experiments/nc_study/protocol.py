@@ -16,7 +16,7 @@ from runs.files import read_record
 from runs.options import StudyError
 
 from .config import Experiment, Setting, arm_options
-from .paper import FIGURES, PAPER
+from .paper import FIGURES, PAPER, entries
 
 PAIR = ("explicit", "deq-implicit")
 PRESET = "study"
@@ -76,16 +76,10 @@ class Claim:
     source: str
 
 
-_TABLES = "Tables 2-4"
-_CONTROL = "the control: is it the equilibrium?"
-CLAIMS = (
-    Claim("A1", "deq-implicit", "explicit", "overall", "higher", _TABLES),
-    Claim("A4", "deq-implicit", "once", "overall", "higher", _CONTROL),
-    Claim("A5", "deq-implicit", "explicit-norm", "overall", "higher", _CONTROL),
-    Claim("N1", "deq-implicit", "explicit", "nc2_centered", "lower", "Theorem 4.1, Figs. 3b-5"),
-    Claim("N3", "deq-implicit", "once", "nc2_centered", "lower", _CONTROL),
-    Claim("N4", "deq-implicit", "explicit-norm", "nc2_centered", "lower", _CONTROL),
-)
+CLAIMS: dict[str, list[Claim]] = {}
+"""Claims of recipe B, and of each part of the last amendment that has some."""
+for _row in entries("claims.csv"):
+    CLAIMS.setdefault(_row.pop("part"), []).append(Claim(**_row))
 
 
 @dataclass(frozen=True)
@@ -182,28 +176,6 @@ PRINTED = tuple(
 )
 PRINTED_LEAST = 90.0
 """Overall accuracy in percent, balanced, below which the printed rate is not the paper's."""
-
-_HELPS = "Tables 2-4: does it help?"
-MECHANISM_CLAIMS = (
-    Claim("M1", "deq-implicit", "explicit", "overall", "higher", _HELPS),
-    Claim("M2", "deq-implicit", "explicit-norm", "overall", "higher", "is it the normalisation?"),
-    Claim("M3", "deq-implicit", "tied-4", "overall", "higher", "is it the equilibrium?"),
-    Claim("M4", "deq-implicit", "explicit-norm", "nc2", "alike", "is uncentred NC2 the normalisation's?"),
-    Claim("M5", "tied-2", "untied-2", "overall", "alike", "is it tying?"),
-    Claim("M6", "deq-implicit", "tied-12", "overall", "alike", "is it the gradient, against unrolling?"),
-    Claim("M7", "deq-implicit", "deq-jfb", "overall", "higher", "is it the gradient, against JFB?"),
-    Claim("M8", "deq-implicit", "explicit-norm", "nc1", "lower", "seen under recipe B"),
-    Claim("M9", "deq-implicit", "explicit", "nc3_centered", "higher", "seen under recipe B"),
-)
-SETTINGS_CLAIMS = (
-    Claim("S1", "deq-implicit", "explicit", "overall", "higher", _HELPS),
-    Claim("S2", "deq-implicit", "explicit-norm", "overall", "higher", "is it the normalisation?"),
-    Claim("S3", "deq-implicit", "explicit", "slope", "higher", "the gain grows with imbalance"),
-)
-SIZE_CLAIMS = (
-    Claim("W1", "deq-implicit", "explicit", "overall", "higher", _HELPS),
-    Claim("W2", "deq-implicit", "explicit-norm", "overall", "higher", "is it the normalisation?"),
-)
 
 
 @dataclass(frozen=True)

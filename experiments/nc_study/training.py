@@ -42,11 +42,7 @@ class SolverTally:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(self._FIELDS), dtype=torch.float64, device=device)
 
-    def add(self, solution: deqfast.Solution) -> None:
-        """Count the samples of one solve."""
-        self.add_sums(self.sums_of(solution))
-
-    def add_sums(self, sums: Tensor) -> None:
+    def add(self, sums: Tensor) -> None:
         """Add the sums of one solve, as ``sums_of`` returns them."""
         self._sums += sums
 
@@ -195,7 +191,7 @@ class Trainer:
         of this process's kept samples. The host waits only for the solve, and for nothing if steps are graphs."""
         sums, solves = self._step((images, labels))
         if solves is not None:
-            tally.add_sums(solves)
+            tally.add(solves)
         return sums
 
     def _whole_step(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -226,7 +222,7 @@ class Trainer:
             with autocast(self.settings):
                 output = self.network(images)
             if output.solution is not None:
-                tally.add(output.solution)
+                tally.add(SolverTally.sums_of(output.solution))
             parts.append((output.logits.argmax(1), labels, output.features))
         predictions, labels, features = (distributed.gather(torch.cat(batches)) for batches in zip(*parts, strict=True))
         return Inference(predictions, labels, features, tally.summary())

@@ -73,6 +73,12 @@ def listed(name: str, words: str, known: Collection[str]) -> list[str]:
     return given
 
 
+def listed_or_all(name: str, words: str, known: Collection[str]) -> list[str]:
+    """Words like those of `listed`; "all" stands for each of them."""
+    given = listed(name, words, ("all", *known))
+    return list(known) if "all" in given else given
+
+
 def flag_of(name: str) -> str:
     """Command-line option of a field."""
     return "--" + name.replace("_", "-")

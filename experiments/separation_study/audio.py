@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from nc_study.networks import count_parameters
 from runs import style
 from runs.files import reading
 from runs.options import StudyError
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from .claims import Comparison, compare, comparison
 from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit, experiment, notes
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
+from .networks import DEQ, DOUBLE, Course, Trained, rivals, train
 from .sawtooth import LEARNT
 from .summary import Kinds, by_task, kinds, log_ratios, networks_table
 
@@ -122,10 +121,7 @@ def measure(sizes: Sizes, unit: Unit, folder: Path | None = None) -> Result:
     learn = partial(train, task=task, course=sizes.course, seed=unit.seed, held_out=replace(task, drawn="validation"))
     inputs = task.x.shape[1]
     fits = [learn("DEQ", partial(DEQ, inputs, WIDTH))]
-    deq = fits[0][0]
-    for rule, budget, cost in (("parameters", deq.parameters, count_parameters), ("FLOPs", deq.flops or 0, FNN.flops)):
-        width = matched_width(inputs, DEPTH, budget, cost)
-        fits.append(learn(f"FNN, equal {rule}", partial(FNN, inputs, width, DEPTH)))
+    fits += [learn(f"FNN, equal {rule}", make) for rule, make in rivals(fits[0][0], inputs, DEPTH).items()]
     with torch.no_grad():
         sounds = {"recording": task.y} | {trained.name: network(task.x) for trained, network in fits}
     wavs = {f"{name}.wav": as_wav(sound, float(task.y.abs().max())) for name, sound in sounds.items()}

@@ -97,12 +97,9 @@ def cube(d: int = D) -> Tensor:
 def walsh(values: Tensor) -> Tensor:
     """Transform values (2^d,) at the points of `cube` to Walsh coefficients (2^d,). Entry S belongs to the product of
     the coordinates whose bits are set in S."""
-    sums, half = values.clone(), 1
-    while half < len(values):
-        pairs = sums.view(-1, 2, half)
-        sums = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).flatten()
-        half *= 2
-    return sums / len(values)
+    d = len(values).bit_length() - 1
+    high, low = (torch.from_numpy(hadamard(2**bits).astype(float)) for bits in (d - d // 2, d // 2))
+    return (high @ values.view(len(high), len(low)) @ low).flatten() / len(values)
 
 
 def degrees(d: int = D) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -76,6 +77,13 @@ def matched_width(inputs: int, depth: int, budget: float, cost: Callable[[FNN], 
     while cost(FNN(inputs, width + 1, depth)) <= budget:
         width += 1
     return width
+
+
+def rivals(deq: Trained, inputs: int, depth: int) -> dict[str, Callable[[], FNN]]:
+    """Make FNNs with as many parameters as a trained DEQ, and with the FLOPs of its step, by what is equal."""
+    budgets = {"parameters": (deq.parameters, count_parameters), "FLOPs": (deq.flops or 0, FNN.flops)}
+    widths = {rule: matched_width(inputs, depth, *budget) for rule, budget in budgets.items()}
+    return {rule: partial(FNN, inputs, width, depth) for rule, width in widths.items()}
 
 
 @dataclass(frozen=True)

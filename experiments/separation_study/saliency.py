@@ -20,6 +20,7 @@ from nc_study.config import ARMS, RUNNABLE, Settings, arm_options, settings_from
 from nc_study.data import find_source, load
 from nc_study.networks import ResNet18, build, choose_kernel
 from nc_study.reporting.runs import collect
+from nc_study.reporting.tables import over_seeds
 from nc_study.rundir import RunDirectory
 from nc_study.training import Trainer
 from runs import style
@@ -203,12 +204,9 @@ def _broader(deq: dict[int, Arm], others: dict[int, Arm], **names: str) -> Compa
 
 
 def _row(task: str, seeds: list[Arm]) -> Row:
+    known = {name: [arm.values[name] for arm in seeds if arm.values[name] is not None] for name in seeds[0].values}
     row: Row = {"task": task, "arm": seeds[0].name, "seeds": len(seeds)}
-    for name in seeds[0].values:
-        known = [value for arm in seeds if (value := arm.values[name]) is not None]
-        deviation = f"±{np.std(known, ddof=1):.2f}" if len(known) > 1 else ""
-        row[name] = f"{np.mean(known):.2f}{deviation}" if known else "–"
-    return row
+    return row | {name: over_seeds(values) for name, values in known.items()}
 
 
 def _picture(unit: Unit, result: Result) -> Picture:

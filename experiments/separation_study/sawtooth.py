@@ -9,7 +9,6 @@ from itertools import chain
 from statistics import fmean
 
 import torch
-from nc_study.networks import count_parameters
 from torch import Tensor
 
 import deqfast
@@ -17,7 +16,7 @@ from deqfast.solvers import Solver
 
 from .claims import Comparison, compare, comparison, exact_claim, within
 from .frame import RECONSTRUCTION, Section, Unit, experiment, notes
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
+from .networks import DEQ, DOUBLE, Course, Trained, rivals, train
 from .summary import Kinds, Value, best_of, by_task, curves, fewest, kinds, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that it can represent all tasks
@@ -120,15 +119,10 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     """Train the DEQ, then FNNs with equal parameters and with the FLOPs of its step."""
     k = int(unit.task[1:])
     learn = partial(train, task=Sawtooth(k), course=sizes.course, seed=unit.seed)
-    deq, network = learn("DEQ", lambda: DEQ(1, WIDTH))
-    assert isinstance(network, DEQ)
-    trained = [deq]
+    trained = [learn("DEQ", partial(DEQ, 1, WIDTH))[0]]
     for depth in DEPTHS:
-        for rule, width in (
-            ("parameters", matched_width(1, depth, deq.parameters, count_parameters)),
-            ("FLOPs", matched_width(1, depth, network.flops(), FNN.flops)),
-        ):
-            trained.append(learn(f"FNN, {depth} hidden, equal {rule}", partial(FNN, 1, width, depth))[0])
+        for rule, make in rivals(trained[0], 1, depth).items():
+            trained.append(learn(f"FNN, {depth} hidden, equal {rule}", make)[0])
     if k in sizes.exact_ks:
         trained.append(learn(EXACT_START, partial(noisy_deq, k))[0])
     return Result(exact_error(k), tuple(trained))

@@ -36,6 +36,7 @@ SCRIPTS = {
         ("cifar_lt --model once", "take --model tied --cells 1"),
         ("study --protocol rates --epochs 3 --lr 1", "--epochs, --lr: experiments/protocol.md decides it"),
         ("study --table 1 --arms explicit,deq", "--arms explicit,deq: deq is none of explicit, explicit-norm"),
+        ("study --table 1,9", "--table 1,9: 9 is none of all, 1, 2, 3, 4"),
         (f"study --table 1 --seeds {'9' * 20}", "at most 9223372036854775807"),
         ("study --table 1 --spread", "only under torchrun with two or more processes"),
         ("study --table 2 --n-majority 50", "--ratio 100 leaves minority classes empty at --n-majority 50"),

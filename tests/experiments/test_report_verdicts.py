@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from nc_study import protocol
 from nc_study.config import arm_options
-from nc_study.protocol import B_ARMS, CLAIMS, PRIMARY, RECIPE_B, Rate, Rates
+from nc_study.protocol import B_ARMS, PRIMARY, RECIPE_B, Rate, Rates
 from nc_study.reporting import power
 from nc_study.reporting.report import SOLVED, facts, findings
 from nc_study.reporting.runs import collect, gpu_less_cpu
@@ -114,7 +114,7 @@ def primary(write, monkeypatch):
 def test_verdicts_and_findings_of_all_primary_runs(primary, monkeypatch):
     group = primary(lambda seed, arm: 2 + seed / 5)
     better, nearer, where, sure, unclaimed, untested = findings([group])
-    judged = {judgement.claim.name: judgement.verdict for judgement in verdicts(group, CLAIMS)}
+    judged = {judgement.claim.name: judgement.verdict for judgement in verdicts(group)}
     assert judged == dict.fromkeys(("A1", "A4", "A5", "N1", "N3", "N4"), SUPPORTED)
     # Three settings, each with the differences 2.0 and 2.2: standard error 0.0577, three degrees of freedom, t = 3.182.
     assert better.startswith("**Is the DEQ more accurate? Yes.**") and "Inconclusive" not in better
@@ -124,7 +124,7 @@ def test_verdicts_and_findings_of_all_primary_runs(primary, monkeypatch):
     assert "+2.10 \\[+0.83, +3.37\\] at (3,7) R = 10 (2 seeds); +2.10" in where
     assert "half-width of 0.18 points. A test finds a difference of 0.2 points" in sure
     # Six differences of one sign: two of the 64 choices of signs are as far from 0, times six claims.
-    assert {judgement.signs for judgement in verdicts(group, CLAIMS)} == {6 * 2 / 64} and "flips signs" not in sure
+    assert {judgement.signs for judgement in verdicts(group)} == {6 * 2 / 64} and "flips signs" not in sure
     assert "minority accuracy +2.10 \\[+1.92, +2.28\\] points" in unclaimed
     assert "for 17 of the 20 settings: cifar10 balanced, (3,7) R = 50" in untested and "cifar100 (all)" in untested
     assert facts([group])["conclusions"][0].endswith("the equilibrium does it.")
@@ -179,7 +179,7 @@ def test_differences_are_shown_with_their_interval():
 def test_no_verdict_before_the_last_primary_run(primary):
     group = primary(lambda seed, arm: 2 + seed / 5, without=1)
     (text,) = findings([group])
-    assert text.startswith("No verdict: 23 of the 24 runs") and verdicts(group, CLAIMS) == []
+    assert text.startswith("No verdict: 23 of the 24 runs") and verdicts(group) == []
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_all_settings_are_judged_by_their_means_and_the_slope_in_log_r(write_par
     ],
 )
 def test_a_deq_helps_only_if_it_beats_all_three(words, said):
-    claims = [claim for claim in protocol.MECHANISM_CLAIMS if claim.name in ("M1", "M2", "M3")]
+    claims = [claim for claim in protocol.CLAIMS["mechanism"] if claim.name in ("M1", "M2", "M3")]
     judged = [Judgement(claim, word, None, 0.0, "", 0.0) for claim, word in zip(claims, words, strict=True)]
     assert said in answer(Part("mechanism", 1, 1, judged, 1.0))
 

@@ -40,8 +40,8 @@ def test_the_tally_counts_every_kind():
     assert usable(solution([Status.MAX_ITER], [math.nan])).tolist() == [False]
     tally = SolverTally(CPU)
     assert tally.summary() is None
-    tally.add(MIXED)
-    tally.add(solution([Status.CONVERGED] * 2, [1e-4, 1e-4]))
+    tally.add(SolverTally.sums_of(MIXED))
+    tally.add(SolverTally.sums_of(solution([Status.CONVERGED] * 2, [1e-4, 1e-4])))
     summary = tally.summary()
     assert (summary.max_iter, summary.nonfinite, summary.stalled, summary.skipped) == (2, 2, 1, 3)
     assert summary.converged == pytest.approx(3 / 8)

@@ -76,9 +76,8 @@ def _title(setting: Setting) -> str:
 def _course(group: Group) -> Figure:
     rows: dict[str, dict[str, list[Curves]]] = {}
     printed: dict[str, dict[str, dict[str, float]]] = {}
-    courses = COURSES if group.experiment.dataset == "cifar10" else {}
     for setting in group.settings:
-        number, ends = courses.get((setting.majority, setting.ratio), ("No course in the paper", ""))
+        number, ends = COURSES.get(setting, ("No course in the paper", ""))
         networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
         curves = {arm: [network.curves for network in by_seed] for arm, by_seed in networks.items() if by_seed}
         heading = f"{number}: {setting}" + (f" (in the paper {ends})" if ends else "")

@@ -13,7 +13,7 @@ import numpy as np
 from runs.options import StudyError
 from tabulate import tabulate
 
-from ..protocol import MECHANISM, MECHANISM_CLAIMS, PRIMARY
+from ..protocol import CLAIMS, MECHANISM, PRIMARY
 from .runs import Group, collect
 from .verdicts import ALPHA, BANDS, POWER, estimate, sign_flip
 
@@ -62,8 +62,9 @@ def show(roots: Sequence[Path]) -> int:
     group = next(iter(collect(roots).groups), None)
     if group is None:
         raise StudyError(f"--power: no finished run under {', '.join(map(str, roots))}")
-    rows, first = [], ALPHA / len(MECHANISM_CLAIMS)
-    for quantity in dict.fromkeys(claim.quantity for claim in MECHANISM_CLAIMS):
+    rows, claims = [], CLAIMS["mechanism"]
+    first = ALPHA / len(claims)
+    for quantity in dict.fromkeys(claim.quantity for claim in claims):
         spread = deviations(group, quantity)
         equal = [estimate(differences, common=True).p_equal(BANDS[quantity]) for differences in drawn(spread, 0.0)]
         rows.append(

@@ -75,7 +75,7 @@ def facts(groups: Sequence[Group]) -> dict[str, Any]:
     """Compute what the sentences of the report say."""
     main = next((group for group in groups if group.recipe_b), None)
     first = next((group for group in groups if group.first_recipe), None)
-    judged, checked = verdicts(main, CLAIMS), precision_check(groups)
+    judged, checked = verdicts(main), precision_check(groups)
     solves = solved([run for run in main.finished if counts(run.result.settings)] if main else [], DEQ)
     devices = [difference for _, difference in gpu_less_cpu(groups)]
     entries = [PAPER[block.setting] for block in PRIMARY]
@@ -93,7 +93,7 @@ def facts(groups: Sequence[Group]) -> dict[str, Any]:
         ),
         "pooled": tables.pooled_rows(main, UNCLAIMED_PAIRS) if judged and main else [],
         "recipe": _recipe_of_the_explicit_network(),
-        "levels": (ALPHA, ALPHA / len(CLAIMS)),
+        "levels": (ALPHA, ALPHA / len(CLAIMS["recipe B"])),
         "conclusions": conclusions({judgement.claim.name: judgement.verdict for judgement in judged}) if judged else [],
         "obstacle": _obstacle(solves, checked),
         "by_setting": tables.difference_rows(main, [(DEQ, "explicit")]) if main else [],
@@ -161,7 +161,7 @@ def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
     broken = list(tables.broken_rows(group))
     return {
         "group": group,
-        "verdicts": list(tables.verdict_rows(group, verdicts(group, CLAIMS) if group.recipe_b else [])),
+        "verdicts": list(tables.verdict_rows(group, verdicts(group) if group.recipe_b else [])),
         "differences": differences,
         "deq": tables.difference_rows(group, [pair for pair in pairs if "deq" in pair[0]]),
         "controls": tables.difference_rows(group, controls),
@@ -170,7 +170,7 @@ def _part(group: Group, out: Path, prefix: str) -> dict[str, Any]:
         "further": [{"recipe": group.recipe, **row} for row in tables.arm_rows(group, tables.FURTHER)],
         "solves": [row for row in tables.arm_rows(group, tables.SOLVES) if row["converged"] != tables.NOTHING],
         "geometry": list(tables.geometry_rows(group)),
-        "papers": {} if group.drawn else {name: rows for name in TABLES if (rows := tables.run_rows(group, name))},
+        "papers": {} if group.drawn else {name: rows for name in TABLES if (rows := [*tables.paper_rows(group, name)])},
         "broken": broken,
         "training": sorted(run.result.network.curves["train_accuracy"][-1] or 0 for run in group.finished),
         "figures": figures,

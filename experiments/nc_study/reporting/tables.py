@@ -134,7 +134,8 @@ def pooled_rows(group: Group, pairs: Sequence[tuple[str, str]]) -> list[Row]:
 
 
 def paper_rows(group: Group, table: str) -> Iterator[Row]:
-    """Yield one of the paper's Tables 1 to 4 in its own shape, with our number next to every number of the paper.
+    """Yield one of the paper's Tables 1 to 4 in its own shape, with our number next to every number of the paper, of
+    the settings that have a run.
 
     The paper's mean and deviation are over the last epochs of one run, ours over seeds.
     """
@@ -147,12 +148,8 @@ def paper_rows(group: Group, table: str) -> Iterator[Row]:
                 row[f"{name}, paper"] = f"{getattr(PAPER[setting][model], quantity)}{mark}"
                 late = [network.quantity(LATE[quantity]) for network in group.networks(setting, arm).values()]
                 row[f"{name}, ours"] = f"{over_seeds(late)} ({len(late)})" if late else NOT_RUN
-            yield row
-
-
-def run_rows(group: Group, table: str) -> list[Row]:
-    """Return the rows of a table of the paper whose settings have a run."""
-    return [row for row in paper_rows(group, table) if {row["explicit, ours"], row["DEQ, ours"]} != {NOT_RUN}]
+            if {row["explicit, ours"], row["DEQ, ours"]} != {NOT_RUN}:
+                yield row
 
 
 def same_values_rows(first: Group, groups: Sequence[Group]) -> Iterator[Row]:

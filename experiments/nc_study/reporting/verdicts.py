@@ -12,12 +12,10 @@ import numpy as np
 from scipy import optimize, stats
 
 from ..protocol import (
-    MECHANISM_CLAIMS,
+    CLAIMS,
     PARTS,
     PRECISION_CHECK,
     PRIMARY,
-    SETTINGS_CLAIMS,
-    SIZE_CLAIMS,
     Block,
     Claim,
     counts,
@@ -190,12 +188,13 @@ class Judgement:
     signs: float
 
 
-def verdicts(group: Group | None, claims: Sequence[Claim]) -> list[Judgement]:
-    """The verdict on each claim; none before every primary run has a result. A claim whose quantity is not defined in
-    some seed rests on the others, and is open if a setting keeps fewer than two."""
+def verdicts(group: Group | None) -> list[Judgement]:
+    """The verdict on each claim of recipe B; none before every primary run has a result. A claim whose quantity is not
+    defined in some seed rests on the others, and is open if a setting keeps fewer than two."""
     done, needed = progress(group)
     if group is None or done < needed:
         return []
+    claims = CLAIMS["recipe B"]
     return judged(claims, [differences(group, claim, PRIMARY) for claim in claims], registered_signs=False)
 
 
@@ -258,12 +257,11 @@ class Part:
 
 def parts(groups: Sequence[Group]) -> list[Part]:
     """Judge the parts with claims; none has a verdict before the last of its runs."""
-    claims = {"mechanism": MECHANISM_CLAIMS, "settings": SETTINGS_CLAIMS, "size": SIZE_CLAIMS}
     # Of several groups, such as of two cards, the one with most runs comes first.
     own = {(group.experiment.dataset, group.experiment.width): group for group in reversed(groups) if group.is_of_parts}
     results = []
-    for name, some in claims.items():
-        blocks = PARTS[name]
+    for name in filter(CLAIMS.get, PARTS):
+        blocks, claims = PARTS[name], CLAIMS[name]
         width = 64 if name == "size" else 16
         networks = [
             (arm, own[block.setting.dataset, width].networks(block.setting, arm).get(seed))
@@ -275,8 +273,8 @@ def parts(groups: Sequence[Group]) -> list[Part]:
         needed = sum(len(block.arms) * len(block.seeds) for block in blocks)
         judgements = []
         if len(done) == needed:
-            measured = [_claimed(own, width, claim, blocks) for claim in some]
-            judgements = judged(some, measured, registered_signs=True)
+            measured = [_claimed(own, width, claim, blocks) for claim in claims]
+            judgements = judged(claims, measured, registered_signs=True)
         converged = _converged([network for arm, network in done if arm == DEQ])
         results.append(Part(name, len(done), needed, judgements, converged))
     return results
@@ -296,7 +294,7 @@ def _claimed(
     flip: a long-tailed setting's mean, or a slope in log10 R of a data set, a division and a seed."""
     quantity = "overall" if claim.quantity == "slope" else claim.quantity
     by_setting = {block.setting: paired(own[block.setting.dataset, width], claim, block, quantity) for block in blocks}
-    if claim in SETTINGS_CLAIMS:
+    if claim in CLAIMS["settings"]:
         by_setting = {setting: seeds for setting, seeds in by_setting.items() if setting.ratio}
         if quantity == claim.quantity:
             return [[statistics.fmean(seeds.values()) for seeds in by_setting.values()]]
