@@ -216,11 +216,6 @@ def reorder(tensor: Tensor, flip: int) -> Tensor:
     return tensor.roll(tensor.shape[-1] // 3, dims=-1) if flip else tensor.clone()
 
 
-def moved(tensor: Tensor, device: str) -> Tensor:
-    """`tensor` on `device` with its strides. ``Tensor.to`` drops the strides of a tensor with gaps."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
-
-
 def jitter(state: State, seed: int) -> State:
     """A copy whose floating tensors are changed by up to a rounding, at random."""
     generator, copy = torch.Generator().manual_seed(seed), clone(state)
