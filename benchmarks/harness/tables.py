@@ -90,13 +90,10 @@ class Table:
             return []
         first, *others = self.rows[0]
         used = [name for name in columns or others if any(row[name] for row in self.rows)]
-        rows: Sequence[Mapping[str, str]] = self.rows
         if names is None:
-            names = {row[first]: row[first] for row in rows}
-        else:
-            order = list(names)
-            rows = sorted((row for row in rows if row[first] in names), key=lambda row: order.index(row[first]))
-        lines = [[names[row[first]], *(row[name] for name in used)] for row in rows]
+            names = {row[first]: row[first] for row in self.rows}
+        by_name = {name: [row for row in self.rows if row[first] == name] for name in names}
+        lines = [[names[name], *(row[column] for column in used)] for name, rows in by_name.items() for row in rows]
         return [[first, *used], *lines]
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
