@@ -5,7 +5,6 @@ registers. A multiprocessor has 65,536, enough for eight warps that use all of t
 ``harness.aot`` compiles each kernel and checks registers, spills and the width of loads.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,15 +196,6 @@ def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileCo
     if dtype == torch.float64:
         return TileConfig(32, 16, min(64, width), 4)
     return TileConfig(64, 32, min(128 if aligned else 64, width), 8 if width > 32 else 4)
-
-
-_NO_GUARD = nullcontext()
-
-
-def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device the current one: triton launches there."""
-    is_current = not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()
-    return _NO_GUARD if is_current else torch.cuda.device(tensor.device)
 
 
 NORM_REGISTERS = 128  # per thread, so that a program of 16 warps, 65,536 registers, fits a multiprocessor

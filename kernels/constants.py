@@ -29,8 +29,6 @@ PIVOT_FLOOR = 1e-7
 MAX_GPU_HISTORY = 32
 
 IDENTITY, RELU, TANH, GELU = range(4)
-# The most columns by which a CPU kernel extends W to whole panels.
-PANEL_PADDING = 31
 
 # Grouped rows whose class sums are formed by one program.
 CHUNK_ROWS = 256

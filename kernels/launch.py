@@ -6,17 +6,16 @@ the compiled kernels of a step. ``Plans`` keeps one plan for all steps with the 
 """
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import cache
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import Tensor
 
-from .config import device_guard
+from ..torch_internals.graphs import current
 
 OPTIONS = ("num_warps", "maxnreg", "num_stages")  # of the compiler
 ALIGNMENT = 16  # bytes; triton compiles other code for a tensor that begins elsewhere
-# The tensors by which every step judges its samples.
-MONITOR = ("best", "status", "iterations", "residual", "progress", "active")
 # A solve makes one plan per iteration until its window is full, then one per slot.
 MAX_PLANS = 4096
 
@@ -56,7 +55,7 @@ class Launch:
 
 def launch(kernel: Any, grid: tuple[int, ...], a: Any, state: Tensor, **given: Any) -> None:
     """Launch a kernel once, on the device of `state`; see ``Launch``. For calls of an op that have no plan."""
-    with device_guard(state):
+    with current(state.device):
         Launch(kernel, grid, given, [], a.rule._fields if hasattr(a, "rule") else ())(a, [])
 
 
@@ -81,22 +80,28 @@ class Plan:
             launch(a, tensors)
 
 
-class Plans:
-    """The plans of an op, made by `make` from the table of a call; `tensors`: the names of its tensors, state first."""
+@cache
+def _tensors_of(table: type) -> Callable[[Any], tuple[Tensor, ...]]:
+    """The tensors of a call with this table, in their order."""
+    return attrgetter(*[name for name, kind in get_type_hints(table).items() if kind is Tensor])
 
-    def __init__(self, make: Callable[..., Plan], tensors: tuple[str, ...]) -> None:
-        self._make, self._tensors = make, attrgetter(*tensors)
+
+class Plans:
+    """The plans of an op, made by `make` from the table of a call, whose first tensor is the state or is like it."""
+
+    def __init__(self, make: Callable[..., Plan]) -> None:
+        self._make = make
         self._plans: dict[Hashable, Plan] = {}
 
     def run(self, a: Any, *choices: Hashable, results: Iterable[Tensor] = ()) -> None:
         """Run the call of `a`; nothing for an empty batch. A plan depends on the state's layout, and on `choices`."""
-        tensors = self._tensors(a)
+        tensors = _tensors_of(type(a))(a)
         state = tensors[0]
         if not len(state):
             return
         offsets = [address % ALIGNMENT for address in map(Tensor.data_ptr, tensors)]
         key = (*choices, *offsets, state.shape, state.dtype, state.device)
-        with device_guard(state):
+        with current(state.device):  # triton launches there
             plan = self._plans.get(key)
             if plan is None:
                 if len(self._plans) >= MAX_PLANS:

@@ -41,7 +41,7 @@ from .config import (
     transposed_config,
 )
 from .constants import ANDERSON_I
-from .launch import MONITOR, Plan, Plans
+from .launch import Plan, Plans
 from .window import holds_steps, in_window, load_rows, slots_by_age, small_gamma, squares_of, warp_gamma
 
 
@@ -710,15 +710,12 @@ def _plan(a: Any, half: str, n: int, new: int, method: int, history: int, histor
     return plan
 
 
-_TRANSPOSED_PLANS = Plans(_plan_transposed, ("v", "left", "df", "gram", "newest", "count"))
-_PLANS = Plans(_plan, ("z", "fz", *MONITOR, "f_prev", "left", "df", "gram"))
-_SUMS_PLANS = Plans(_plan, ("z", "fz", "status", "f_prev", "left", "df", "gram", "sums"))
-_APPLY_PLANS = Plans(_plan, ("z", "fz", "best", "verdict", "left", "df", "gram", "sums"))
+_PLANS, _TRANSPOSED_PLANS = Plans(_plan), Plans(_plan_transposed)
 
 
-def _run(plans: Plans, a: Any, half: str, n: int) -> None:
+def _run(a: Any, half: str, n: int) -> None:
     history = a.left.shape[1]
-    plans.run(a, half, n, a.k % history, a.method, history, a.left.dtype)
+    _PLANS.run(a, half, n, a.k % history, a.method, history, a.left.dtype)
 
 
 def multisecant_step(a: Any) -> None:
@@ -727,17 +724,17 @@ def multisecant_step(a: Any) -> None:
     if a.last or n == 0:
         picard_step.run(a, hold=True)
     if not a.last:
-        _run(_PLANS, a, "", n)
+        _run(a, "", n)
 
 
 def multisecant_sums(a: Any) -> None:
     """The sums of every running row; completes its newest pair."""
-    _run(_SUMS_PLANS, a, "sums", min(a.k, a.left.shape[1]))
+    _run(a, "sums", min(a.k, a.left.shape[1]))
 
 
 def multisecant_apply(a: Any) -> None:
     """The step, by the verdicts and the sums over all parts."""
-    _run(_APPLY_PLANS, a, "apply", min(a.k, a.left.shape[1]))
+    _run(a, "apply", min(a.k, a.left.shape[1]))
 
 
 def multisecant_transposed(a: Any, out: Tensor) -> None:

@@ -220,8 +220,8 @@ def _norm_act_backward_kernel(
         tl.store(p_grad_y + o_t, norm_backward(b_gt, b_nt, b_w, rstd, offset, slope).to(short), mask=m_t)
 
 
-def plans_of(op: str, kernel: Any, tensors: tuple[str, ...], results: tuple[str, ...]) -> Plans:
-    """Plans of an op that is this kernel, for each group; the first of the tensors is y.
+def plans_of(op: str, kernel: Any, *results: str) -> Plans:
+    """Plans of an op that is this kernel, for each group.
 
     RuntimeError: offsets in a sample would exceed int32.
     """
@@ -237,16 +237,11 @@ def plans_of(op: str, kernel: Any, tensors: tuple[str, ...], results: tuple[str,
         plan.add(kernel, (batch * groups,), plane=batch * channels, pixels=pixels, **sizes, **options)
         return plan
 
-    return Plans(plan_of, tensors)
+    return Plans(plan_of)
 
 
-_PLANS = plans_of("norm_act", _norm_act_kernel, ("y", "weight", "bias"), ("p_out", "p_mean", "p_rstd"))
-_BACKWARD_PLANS = plans_of(
-    "norm_act_backward",
-    _norm_act_backward_kernel,
-    ("y", "grad", "weight", "bias", "mean", "rstd"),
-    ("p_grad_y", "p_affine"),
-)
+_PLANS = plans_of("norm_act", _norm_act_kernel, "p_out", "p_mean", "p_rstd")
+_BACKWARD_PLANS = plans_of("norm_act_backward", _norm_act_backward_kernel, "p_grad_y", "p_affine")
 
 
 def norm_act(a: Any, *results: Tensor) -> None:

@@ -177,20 +177,10 @@ def _norm_act_residual_backward_kernel(
         tl.store(p_grad_sum + o_t, b_gy.to(short), mask=m_t)
 
 
-_TENSORS = ("y", "x", "z", "weight2", "bias2", "weight3")
-_STATISTICS = ("mean2", "rstd2", "mean3", "rstd3")
-_PLANS = plans_of(
-    "norm_act_residual",
-    _norm_act_residual_kernel,
-    (*_TENSORS, "bias3"),
-    ("p_f", *(f"p_{name}" for name in _STATISTICS)),
-)
-_BACKWARD_PLANS = plans_of(
-    "norm_act_residual_backward",
-    _norm_act_residual_backward_kernel,
-    (*_TENSORS, "grad", *_STATISTICS),
-    ("p_grad_sum", "p_grad_z", "p_affine"),
-)
+_STATISTICS = ("p_mean2", "p_rstd2", "p_mean3", "p_rstd3")
+_GRADIENTS = ("p_grad_sum", "p_grad_z", "p_affine")
+_PLANS = plans_of("norm_act_residual", _norm_act_residual_kernel, "p_f", *_STATISTICS)
+_BACKWARD_PLANS = plans_of("norm_act_residual_backward", _norm_act_residual_backward_kernel, *_GRADIENTS)
 
 
 def norm_act_residual(a: Any, *results: Tensor) -> None:
@@ -200,4 +190,4 @@ def norm_act_residual(a: Any, *results: Tensor) -> None:
 
 def norm_act_residual_backward(a: Any, *results: Tensor) -> None:
     """The gradients of y + x and of z; per sample, the gradients of weights and biases."""
-    _BACKWARD_PLANS.run(a, a.groups, a.weight2.dtype, a.z.dtype, results=results)
+    _BACKWARD_PLANS.run(a, a.groups, a.weight2.dtype, a.y.dtype, a.z.dtype, results=results)

@@ -19,7 +19,7 @@ import triton.language as tl
 from . import common
 from .common import scalar
 from .config import JUDGE_CONFIG, picard_config, picard_registers, programs_per_sample, sums_registers
-from .launch import MONITOR, Plan, Plans
+from .launch import Plan, Plans
 
 
 @triton.constexpr_function
@@ -230,9 +230,7 @@ def _plan(a: Any, half: str, hold: bool, last: bool) -> Plan:
     return plan
 
 
-_PLANS = Plans(_plan, ("z", "fz", *MONITOR))
-_SUMS_PLANS = Plans(_plan, ("z", "fz", "status", "sums"))
-_APPLY_PLANS = Plans(_plan, ("z", "fz", "best", "verdict"))
+_PLANS = Plans(_plan)
 
 
 def run(a: Any, hold: bool) -> None:
@@ -247,9 +245,9 @@ def picard_step(a: Any) -> None:
 
 def picard_sums(a: Any) -> None:
     """|f(z) - z|^2 and |f(z)|^2 of every running row."""
-    _SUMS_PLANS.run(a, "sums", False, False)
+    _PLANS.run(a, "sums", False, False)
 
 
 def picard_apply(a: Any) -> None:
     """The step, by the verdicts."""
-    _APPLY_PLANS.run(a, "apply", False, False)
+    _PLANS.run(a, "apply", False, False)

@@ -17,7 +17,6 @@ from interpreter import INTERPRETED
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deqfast.ops.fc import reference
 from deqfast.ops.steps.loops import PARTS
 
 # The same examples on every machine. The fixture that poisons memory is the same for all examples.
@@ -39,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"fp32": {}, "fp64": {"dtype": torch.float6
 SHORT: dict[str, Any] = {
     "multisecant_step": SHORT_HISTORY,
     **dict.fromkeys(("multisecant_transposed", "multisecant_sums", "multisecant_apply"), SHORT_HISTORY),
-    **dict.fromkeys(("fc_fixed_point", "fc_steps"), {"weight_dtype": torch.bfloat16}),
+    "fc_fixed_point": {"weight_dtype": torch.bfloat16},
     **dict.fromkeys(("norm_act_residual", "norm_act_residual_backward"), "bf16 with fp32"),
     **dict.fromkeys(("norm_act", "norm_act_backward"), "bf16"),
     **dict.fromkeys(("class_means", "within_class_scatter"), torch.bfloat16),
@@ -78,12 +77,6 @@ def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
     elif op == "fc_fixed_point":
         solve = FCCase(size=4, batch=3, max_iter=3, **options)
         values = [*solve.make(device), *solve.scalars()]
-    elif op == "fc_steps":
-        solve = FCCase(size=4, batch=3, max_iter=3, **options)
-        weight, c, z0 = solve.make(device)
-        activation, max_iter, *rule = solve.scalars()
-        panels, *state = reference.start(z0)
-        values = [weight, c, panels.zero_(), *state, activation, 0, 2, max_iter, *rule]
     elif op == "fc_vjp":
         pre = torch.randn(3, 8, dtype=options.get("dtype")).to(device)
         values = [pre, pre + 1, 2]
@@ -120,8 +113,7 @@ def share_rows(monkeypatch: Any, programs: int, block: int) -> None:
     for module, config in ((picard_step, "picard_config"), (multisecant_step, "sweep_config")):
         made = getattr(module, config)
         monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: programs)
-        for plans in (module._PLANS, module._SUMS_PLANS, module._APPLY_PLANS):
-            monkeypatch.setattr(plans, "_plans", {})
+        monkeypatch.setattr(module._PLANS, "_plans", {})
         monkeypatch.setattr(module, config, lambda *a, made=made: replace(made(*a), block=block, num_warps=1))
 
 

@@ -142,7 +142,7 @@ def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> 
         z0 = torch.zeros_like(f.c)
         if provider in KERNELS:
             kernel = kernel_of(provider, device)
-            if kernel.name != "torch" and not has_kernel(kernel, f.weight, f.c.dtype):
+            if kernel.name != "torch" and not has_kernel(kernel, f.weight, f.c.dtype, FC_ITERATIONS):
                 raise Skipped(f"{kernel.name} has no fc_fixed_point for D={dim} in {dtype}")
 
             @torch.no_grad()

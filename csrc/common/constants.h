@@ -35,8 +35,6 @@ constexpr double kPivotFloor = 1e-7;
 constexpr int kMaxGpuHistory = 32;
 
 enum Activation : int64_t { kIdentity = 0, kRelu = 1, kTanh = 2, kGelu = 3 };
-// The most columns by which a CPU kernel extends W to whole panels.
-constexpr int64_t kPanelPadding = 31;
 
 // Grouped rows whose class sums are formed by one program.
 constexpr int64_t kChunkRows = 256;

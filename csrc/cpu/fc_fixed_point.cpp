@@ -1,5 +1,4 @@
-// fc_fixed_point on the CPU: the whole solve of z = act(W z + c), block of samples by block of samples. fc_steps makes
-// some of its iterations.
+// fc_fixed_point on the CPU: the whole solve of z = act(W z + c), block of samples by block of samples.
 //
 // W is packed once into panels of a few vectors of output columns, [k][column], so that a vector runs over columns and
 // a panel streams from the cache. A block iterates until its last sample is done. Finished samples leave the block, and
@@ -42,12 +41,10 @@ template <class T>
 struct FcArgs {
   const T* weight;  // packed
   const T* c;       // (B, D)
-  const T* z0;      // (B, D)
-  T* z;             // (B, D): receives the samples that run on; null: nothing does
-  T* value;         // (B, D)
+  T* value;         // (B, D): the start, then the best iterate
   Monitor<T> monitor;
   StopRule<T> rule;  // its k and last are set here
-  int64_t dim, stride, begin, end, max_iter, activation;  // stride: dim rounded up to whole panels
+  int64_t dim, stride, max_iter, activation;  // stride: dim rounded up to whole panels
 };
 
 // The running samples of a block: row i of z and f belongs to sample first + index[i].
@@ -129,7 +126,7 @@ DEQFAST_INLINE bool settle(const FcArgs<T>& a, const Block<T>& b, int64_t i, con
 template <class T>
 DEQFAST_INLINE void solve_block(const FcArgs<T>& a, Block<T>& b) {
   StopRule<T> rule = a.rule;
-  for (rule.k = a.begin; rule.k < a.end && b.running > 0; ++rule.k) {
+  for (rule.k = 0; rule.k < a.max_iter && b.running > 0; ++rule.k) {
     rule.last = rule.k + 1 == a.max_iter;
     for (int64_t column = 0; column < a.stride; column += kVectors * Simd<T>::lanes) {
       multiply_rows<T, kRows>(a, b, 0, column);
@@ -147,16 +144,12 @@ DEQFAST_INLINE void solve_block(const FcArgs<T>& a, Block<T>& b) {
 
 template <class T>
 DEQFAST_INLINE void solve_samples(const FcArgs<T>& a, int64_t first, int64_t count, T* memory) {
-  Block<T> block{memory, memory + kBlock * a.stride, {}, first, 0};
+  Block<T> block{memory, memory + kBlock * a.stride, {}, first, count};
   for (int64_t i = 0; i < count; ++i) {
-    if (a.monitor.status[first + i] != kRunning) continue;
-    memcpy(block.z + block.running * a.stride, a.z0 + (first + i) * a.dim, a.dim * sizeof(T));
-    block.index[block.running++] = i;
+    memcpy(block.z + i * a.stride, a.value + (first + i) * a.dim, a.dim * sizeof(T));
+    block.index[i] = i;
   }
   solve_block(a, block);
-  for (int64_t i = 0; a.z && i < block.running; ++i) {
-    memcpy(a.z + (first + block.index[i]) * a.dim, block.z + i * a.stride, a.dim * sizeof(T));
-  }
 }
 
 float widen(float x) { return x; }
@@ -173,7 +166,6 @@ constexpr int64_t kColumns = kVectors * Simd<T>::lanes;  // of a panel
 
 template <class T>
 int64_t stride_of(int64_t dim) {
-  static_assert(kColumns<T> <= kPanelPadding + 1, "`panels` of fc_steps must hold whole panels");
   return (dim + kColumns<T> - 1) / kColumns<T> * kColumns<T>;
 }
 
@@ -196,21 +188,6 @@ void pack_weight(const H* weight, int64_t dim, T* packed) {
   });
 }
 
-template <class T, class H>
-void launch(const FcProblem<T, H>& p, const T* packed, T* z, const Monitor<T>& monitor, int64_t first, int64_t last) {
-  const FcArgs<T> args{packed, p.c,   p.z0,  z, p.value, monitor, p.rule, p.dim, stride_of<T>(p.dim),
-                       first,  last, p.max_iter, p.activation};
-  const int64_t batch = p.batch, blocks = (batch + kBlock - 1) / kBlock;
-  // A product takes about an eighth of the time of an element of a pass, and a solve has a handful of iterations.
-  const int64_t grain = grain_of(kBlock * args.dim * args.stride);
-  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    const auto memory = make_buffer<T>(2 * kBlock * args.stride);
-    for (int64_t first = begin * kBlock; first < end * kBlock && first < batch; first += kBlock) {
-      solve_samples(args, first, batch - first < kBlock ? batch - first : kBlock, memory.get());
-    }
-  });
-}
-
 struct Kernels {
   using BFloat16 = deqfast::BFloat16;
 
@@ -223,14 +200,18 @@ struct Kernels {
     std::copy_n(p.z0, p.batch * p.dim, p.value);
     std::fill_n(monitor.residual, 2 * p.batch, Limits<T>::infinity);
     std::fill_n(progress.get(), kProgress * p.batch, Limits<T>::infinity);
-    for (int64_t i = 0; i < p.batch; ++i) monitor.status[i] = kRunning;
-    launch<T>(p, packed.get(), nullptr, monitor, 0, p.max_iter);
-  }
-
-  template <class T, class H>
-  static void run(const FcSteps<T, H>& s) {
-    if (s.begin == 0) pack_weight(s.problem.weight, s.problem.dim, s.panels);
-    launch<T>(s.problem, s.panels, s.z, s.monitor, s.begin, s.end);
+    std::fill_n(monitor.status, p.batch, int8_t{kRunning});
+    const FcArgs<T> args{packed.get(), p.c,        p.value, monitor, p.rule, p.dim, stride_of<T>(p.dim),
+                         p.max_iter,   p.activation};
+    const int64_t batch = p.batch, blocks = (batch + kBlock - 1) / kBlock;
+    // A product takes about an eighth of the time of an element of a pass, and a solve has a handful of iterations.
+    const int64_t grain = grain_of(kBlock * args.dim * args.stride);
+    torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+      const auto memory = make_buffer<T>(2 * kBlock * args.stride);
+      for (int64_t first = begin * kBlock; first < end * kBlock && first < batch; first += kBlock) {
+        solve_samples(args, first, batch - first < kBlock ? batch - first : kBlock, memory.get());
+      }
+    });
   }
 };
 
@@ -238,7 +219,6 @@ struct Kernels {
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("fc_fixed_point", TORCH_BOX(&Flat<&fc_fixed_point<Kernels>>::Op::call));
-  m.impl("fc_steps", TORCH_BOX(&Flat<&fc_steps<Kernels>>::Op::call));
 }
 
 }  // namespace deqfast

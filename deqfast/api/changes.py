@@ -110,6 +110,5 @@ def difference(plan: Plan) -> float | None:
     if not len(gaps):
         return None
     gap = float(gaps.max())
-    values, states = ({t.dtype for t in tensors} for tensors in (once, leaves))
-    floor = residual_floor(values, states, packing.device, float32_products_eps(packing.device))
+    floor = residual_floor(once, leaves, packing.device, float32_products_eps(packing.device))
     return gap if gap > floor else 0.0

@@ -57,7 +57,7 @@ def fc_fixed_point(
 
     z carries the Jacobian-free gradient (Fung et al., AAAI 2022, as ``JFB``) in `weight` and `c`: the gradient of
     act(W z + c) with z fixed. z0 gets no gradient, nor does a sample whose f was not finite. The computation uses the
-    given dtypes, under autocast too. On a CPU a long solve is several launches, so that Ctrl-C can end it.
+    given dtypes, under autocast too.
 
     Args:
         weight: W, (D, D) in the dtype of c, or bfloat16 for a float32 c; its values are multiplied in the dtype of c.
@@ -66,9 +66,10 @@ def fc_fixed_point(
         activation: "identity", "relu", "tanh" or "gelu" (with erf).
         solver: ``Picard`` with relaxation 1; None: ``Picard()``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) if W fits
-            no kernel or, on a GPU, if B D^2 exceeds 2^28. By name, "triton" supports float32 with D <= 128, or bfloat16
-            weights with D <= 256 (128 if a block has less than 144 KiB of shared memory). "cuda" supports D <= 2048, if
-            it fits into the GPU's shared memory. "torch" makes all of max_iter iterations.
+            no kernel or, on a GPU, if B D^2 exceeds 2^28. On a CPU, "auto" and "cpp" take it if 16 max_iter (D + 32)^2
+            exceeds 2^32, so that Ctrl-C can end the solve. By name, "triton" supports float32 with D <= 128, or
+            bfloat16 weights with D <= 256 (128 if a block has less than 144 KiB of shared memory). "cuda" supports
+            D <= 2048, if it fits into the GPU's shared memory. "torch" makes all of max_iter iterations.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or z0 is not finite. The text names it, and what is allowed.
@@ -103,8 +104,9 @@ def fc_fixed_point(
 def _solve(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
 ) -> Solution:
-    """Solve in one launch, or in the ordinary loop if "auto" prefers it, or if an export needs it."""
-    if not is_exporting() and (requested != "auto" or single_launch.serves(requested, kernel, weight, c)):
+    """Solve in one launch, or in the ordinary loop if "auto" prefers it, or if a long solve or an export needs it."""
+    is_served = requested not in ("auto", "cpp") or single_launch.serves(requested, kernel, weight, c, solver.max_iter)
+    if is_served and not is_exporting():
         return single_launch.launch(weight, c, z0, activation, solver, kernel, 0.0)
     wide, function = weight.detach().to(c.dtype), reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
     options = Options(solver=solver, kernel=kernel.name)

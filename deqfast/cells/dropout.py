@@ -16,6 +16,10 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.solves: list[list[Tensor]] = []  # the mask of each running solve, empty until drawn; innermost last
 
+    def __reduce__(self) -> Any:
+        """A copy has no masks: running solves belong to a thread."""
+        return _Local, ()
+
 
 class SolveDropout(nn.Module):
     """Dropout with one mask for all evaluations of a forward pass of a ``DEQBlock``, and for its gradient.
@@ -100,14 +104,6 @@ class SolveDropout(nn.Module):
 
     def _draw(self, z: Tensor) -> Tensor:
         return torch.rand_like(z, dtype=torch.float32, requires_grad=False) < self.p
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the masks of running solves, which belong to a thread."""
-        return {**self.__dict__, "_local": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._local = _Local()
 
     def extra_repr(self) -> str:
         return f"p={self.p}, dims={self.dims}"

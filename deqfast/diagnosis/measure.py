@@ -140,9 +140,9 @@ def norm(problem: Problem, z: Any) -> Tensor:
     leaves = pytree.tree_leaves(at := detached(z, requires_grad=True))
     outputs = problem.packing.check_value(problem.f(not_leaves(at)))
     base = problem.map(torch.detach, pytree.tree_unflatten(outputs, problem.packing.spec))
-    device, values, states = problem.packing.device, [y.dtype for y in outputs], [leaf.dtype for leaf in leaves]
+    device = problem.packing.device
     size = torch.maximum(problem.norms(z), problem.norms(base)).clamp_min(1e-30)
-    step = size * residual_floor(values, states, device, float32_products_eps(device)) ** 0.5
+    step = size * residual_floor(outputs, leaves, device, float32_products_eps(device)) ** 0.5
     squares = [factor**2 for factor in problem.packing.factors or [1.0] * len(leaves)]
     v, longest = problem.map(torch.randn_like, z), torch.zeros_like(size)
     for _ in range(NORM_PRODUCTS):
@@ -265,17 +265,13 @@ def find_remedy(problem: Problem) -> Remedy | None:
     """
     own, slow, x = problem.plan.solver, None, problem.plan.x
     for change, cell in _changed(problem):
-        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), partial(_at, cell, x))
+        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), partial(cell, x=x))
         if bool(solution.converged.all()) and _depends(problem, cell, solution.value):
             remedy = Remedy(change, int(solution.iterations.max()))
             if remedy.evaluations <= own.max_iter:
                 return remedy
             slow = slow or remedy
     return slow
-
-
-def _at(cell: Callable[[Any, Any], Any], x: Any, z: Any) -> Any:
-    return cell(z, x)
 
 
 @torch.no_grad()
@@ -297,7 +293,7 @@ def _nudged(leaf: Tensor) -> Tensor:
     return leaf + NUDGE * (_size(leaf) or 1.0) * torch.randn_like(leaf) if is_of_state(leaf) else leaf
 
 
-def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
+def _changed(problem: Problem) -> Iterator[tuple[str, Callable[..., Any]]]:
     norms = [_normalisation(leaf) for leaf in problem.leaves(problem.plan.z0)]
     if all(norms):
         change = f"normalise the cell's value, by {' and '.join(dict.fromkeys(norms))} last"

@@ -205,10 +205,9 @@ def _wrapped(text: str, bullet: str = "  ") -> list[str]:
 
 def _spread(numbers: Tensor) -> str:
     """Median and largest of the numbers that were measured."""
-    known = numbers[~numbers.isnan()]
-    if not known.numel():
+    if bool(numbers.isnan().all()):
         return "not measured"
-    middle, most = f"{median(known):.2g}", f"{float(known.max()):.2g}"
+    middle, most = f"{median(numbers):.2g}", f"{largest(numbers):.2g}"
     return middle if middle == most else f"median {middle}, largest {most}"
 
 

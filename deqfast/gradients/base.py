@@ -280,8 +280,7 @@ def confirmed(solution: Solution, options: Options, z: Any, evaluation: list[Ten
 def _compared(solution: Solution, options: Options, z: Any, evaluation: list[Tensor]) -> Solution:
     leaves = pytree.tree_leaves(z)
     device = leaves[0].device
-    values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))
-    rounding = residual_floor(values, states, device, float32_products_eps(device))
+    rounding = residual_floor(evaluation, leaves, device, float32_products_eps(device))
     solver = options.solver
     gaps = [y - leaf for y, leaf in zip(evaluation, leaves, strict=True)]
     factors = factors_of(options.scale, pytree.tree_structure(z))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -57,13 +57,6 @@ Work = Callable[[Callable[[Tensors], Tensors], Tensors, int], Sequence[Tensor]]
 It returns tensors whose dimension 0 are rows or samples."""
 
 
-def on_values(
-    work: Work, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
-) -> Tensors:
-    """Results of the work on the values of these tensors, outside of all transforms, and without derivative."""
-    return _OnValues.of(work, f, members, state, rows, others)
-
-
 @dataclass(frozen=True)
 class _Call:
     """Call of a function, without its tensors: those of the state, of the rows and the others, in numbers `counts`."""
@@ -89,8 +82,12 @@ class _CallFunction(torch.autograd.Function):
     """Function of a ``Work`` or a ``Derivative``, a ``_Call`` and the call's tensors. Vmaps fold into the rows."""
 
     @classmethod
-    def of(cls, own: Any, f: StateFunction, members: int, *arguments: Tensors) -> Tensors:
-        return list(cls.apply(own, _Call(f, members, [len(part) for part in arguments]), *chain(*arguments)))
+    def of(
+        cls, own: Any, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
+    ) -> Tensors:
+        """Results for these tensors."""
+        call = _Call(f, members, [len(state), len(rows), len(others)])
+        return list(cls.apply(own, call, *state, *rows, *others))
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, own: Any, call: _Call, *tensors: Tensor) -> Any:
@@ -103,7 +100,9 @@ class _CallFunction(torch.autograd.Function):
         return tuple(unfold(results, count)), (0,) * len(results)
 
 
-class _OnValues(_CallFunction):
+class OnValues(_CallFunction):
+    """Results of a ``Work`` on the values of the tensors, outside of all transforms, and without derivative."""
+
     @staticmethod
     def forward(work: Work, call: _Call, *tensors: Tensor) -> Any:
         state, rows, others = call.split(tensor.detach() for tensor in tensors)
@@ -204,14 +203,9 @@ class OneStep(Derivative):
         return [NoDoubleBackward.apply(product, self.name, *sources) for product in products]
 
 
-def attached(
-    derivative: Derivative, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
-) -> Tensors:
-    """Copy of the state, differentiable in `rows` and `others` as `derivative` says."""
-    return _Attached.of(derivative, f, members, state, rows, others)
+class Attached(_CallFunction):
+    """Copy of the state, differentiable in `rows` and `others` as a ``Derivative`` says."""
 
-
-class _Attached(_CallFunction):
     @staticmethod
     def forward(derivative: Derivative, call: _Call, *tensors: Tensor) -> Any:
         return tuple(tensor.clone() for tensor in call.split(tensors)[0])

@@ -17,7 +17,7 @@ from ..torch_internals.autograd import Gradients
 from ..torch_internals.dynamo import uncompiled
 from ..torch_internals.transforms import Members
 from .base import Adjoint, Evaluate, Recorded, Rule, attach, confirmed
-from .derivative import Derivative, Linearisation, StateFunction, attached, in_dtypes_of, on_values, transpose, unfold
+from .derivative import Attached, Derivative, Linearisation, OnValues, StateFunction, in_dtypes_of, transpose, unfold
 from .linear import Captured, LinearSolve
 from .linearised import Product
 
@@ -195,9 +195,9 @@ class _Implicitly(Derivative):
         def work(f: Callable[[list[Tensor]], list[Tensor]], right: list[Tensor], members: int) -> list[Tensor]:
             return solve(f, right, self.spec, members)
 
-        u = on_values(work, product, right, rows, at.others, at.members)
+        u = OnValues.of(work, product, right, rows, at.others, at.members)
         derivative = _Implicitly(solve, self.spec)
-        return attached(derivative, _Affine(product), u, [*right, *rows], at.others, at.members)
+        return Attached.of(derivative, _Affine(product), u, [*right, *rows], at.others, at.members)
 
 
 @dataclass(frozen=True)

@@ -39,18 +39,25 @@ class Captured:
     ordinary: Products  # without a graph
 
 
-def _affine(cell: Any, at: tuple[Any, Any], right: Any) -> Callable[[Any], Any]:
+def _affine(products: Products, right: list[Tensor], spec: pytree.TreeSpec) -> Callable[[Any], Any]:
+    """u -> A u + right, for trees of this structure."""
+
+    def f(u: Any) -> Any:
+        if isinstance(u, Tensor):  # without a tree, which takes longer
+            product = products([u])[0]
+            return right[0] if product is None else product + right[0]
+        pairs = zip(products(pytree.tree_leaves(u)), right, strict=True)
+        return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], spec)
+
+    return f
+
+
+def _linearised(cell: Any, at: tuple[Any, Any], right: Any) -> Callable[[Any], Any]:
     """u -> J^T u + right, by an evaluation of the cell at (z, x)."""
     z, evaluate = detached(at[0], requires_grad=True), uncompiled(cell)
     with torch.enable_grad(), for_products(cell):
         outputs = in_order_of(z, evaluate(z, at[1]))
-    multiply, constant = multiplier(outputs, pytree.tree_leaves(z)), pytree.tree_leaves(right)
-
-    def f(u: Any) -> Any:
-        pairs = zip(multiply(pytree.tree_leaves(u)), constant, strict=True)
-        return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], pytree.tree_structure(u))
-
-    return f
+    return _affine(multiplier(outputs, pytree.tree_leaves(z)), *pytree.tree_flatten(right))
 
 
 @dataclass(frozen=True)
@@ -117,17 +124,7 @@ class LinearSolve:
             assert self.solves is not None  # as always in a block
             solve, at = self.solves.of(options, z0), (captured.z, captured.x)
             ordinary = partial(self._solve, captured.ordinary, start, spec, options)
-            return captured.graphs.solve(solve, captured.cell, at, z0, ordinary, _affine)
-
-        def on_tensor(u: Tensor) -> Tensor:
-            product = products([u])[0]
-            return right if product is None else product + right
-
-        def on_tree(u: object) -> object:
-            pairs = zip(products(pytree.tree_leaves(u)), start, strict=True)
-            return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], spec)
-
-        z0, right = pytree.tree_unflatten(start, spec), start[0]
-        f = on_tensor if z0 is right else on_tree
+            return captured.graphs.solve(solve, captured.cell, at, z0, ordinary, _linearised)
+        z0 = pytree.tree_unflatten(start, spec)
         kept = self.solves if options is self.options else None
-        return (Solve(z0, options) if kept is None else kept.of(options, z0))(f, z0)
+        return (Solve(z0, options) if kept is None else kept.of(options, z0))(_affine(products, start, spec), z0)

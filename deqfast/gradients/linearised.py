@@ -60,9 +60,6 @@ class Linearised:
     """Compiled linearisations of a cell: one for each shape of a sample, for any batch."""
 
     def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
         self._codes = Codes(_evaluated, backend=self._capture)
         self._current = threading.local()
 
@@ -117,12 +114,9 @@ class Linearised:
 
         return run
 
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the code, which lives in one process."""
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin()
+    def __reduce__(self) -> Any:
+        """A copy has none of the code, which lives in one process."""
+        return Linearised, ()
 
 
 def _evaluated(cell: Callable[[Any, Any], Any], spec: pytree.TreeSpec, leaves: list[Tensor], x: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._checks import check_choice, check_count, check_number
 
 _FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 CENTRES = {"sun": "class-means", "papyan": "samples", "zhu": "samples", "kothapalli": "class-means"}  # by convention
 MAX_COUNTED_CLASSES = 1 << 20  # a larger label is a mistake: its class means would not fit into memory
 
@@ -43,11 +43,6 @@ def check_features(features: Tensor) -> None:
     check_tensor("features", features, _FEATURE_DTYPES)
     if features.ndim != 2 or features.shape[1] == 0:
         raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, D): flatten or pool the rest")
-
-
-def check_labels(labels: Tensor, features: Tensor) -> None:
-    """Raise unless `labels` is an integer tensor (N,) on the device of `features` (N, D)."""
-    check_vector("labels", labels, _LABEL_DTYPES, features, "features")
 
 
 def check_label_range(labels: Tensor, num_classes: int | None) -> int:

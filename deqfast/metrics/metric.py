@@ -201,7 +201,7 @@ class NeuralCollapse(Metric):
     def update(self, features: Tensor, labels: Tensor) -> None:
         """Add a batch: features (N, D), labels (N,), dtypes as in ``neural_collapse``; N may be 0."""
         checks.check_features(features)
-        checks.check_labels(labels, features)
+        checks.check_vector("labels", labels, checks.LABEL_DTYPES, features, "features")
         width = self.features[0].shape[1] if self.num_features is None and len(self.features) else self.num_features
         if width is not None and features.shape[1] != width:
             raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, {width})")

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..ops import choose_kernel
 from ..state.norms import lengths
 from . import statistics
-from .checks import check_classifier, check_features, check_label_range, check_labels, check_options
+from .checks import LABEL_DTYPES, check_classifier, check_features, check_label_range, check_options, check_vector
 from .conventions import VectorSpread, nc2, nc3, simplex_distance, spread
 from .geometry import ClassGeometry, class_geometry, unit
 from .statistics import Between, Classifier, ClassMeans, Samples
@@ -154,7 +154,7 @@ def neural_collapse(
         (10, 9, 1.0)
     """
     check_features(features)
-    check_labels(labels, features)
+    check_vector("labels", labels, LABEL_DTYPES, features, "features")
     if features.shape[0] == 0:
         raise ValueError(f"features is empty (shape {tuple(features.shape)}); at least one sample is needed")
     center = check_options(rtol, center, convention, num_classes=num_classes)

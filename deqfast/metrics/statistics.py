@@ -207,7 +207,7 @@ def nearest_mean_agreement(samples: Samples, stats: ClassMeans, classifier: Clas
     size, means = stats.size, stats.means / stats.size
     scaled = classifier.scaled(size)
     agreed = torch.zeros((), dtype=torch.int64, device=means.device)
-    gaps = _squared_distances(means)
+    gaps = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist").square_()
     for features, labels in samples.blocks():
         chosen = scaled.logits(features.div_(size)).argmax(1)
         deviations = features.sub_(means.index_select(0, labels))
@@ -215,14 +215,6 @@ def nearest_mean_agreement(samples: Samples, stats: ClassMeans, classifier: Clas
         agreed += (nearest == chosen).sum()
     finite = functools.reduce(torch.logical_and, [part.isfinite().all() for part in classifier if part is not None])
     return torch.where(finite, agreed.to(torch.float64) / samples.count, math.nan)
-
-
-def _squared_distances(points: Tensor) -> Tensor:
-    """|p_i - p_j|^2 for the rows of ``points``, (K, K)."""
-    first, second = torch.triu_indices(len(points), len(points), offset=1, device=points.device)
-    distances = points.new_zeros(len(points), len(points))
-    distances[first, second] = nn.functional.pdist(points).square_()
-    return distances + distances.T
 
 
 def default_rtol(dtype: torch.dtype) -> float:

@@ -25,15 +25,6 @@ from .steps.positions import Positions
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
 
-def _why_no_triton() -> str:
-    """Reason why triton cannot be imported; empty if it can."""
-    try:
-        import_module("triton")
-    except ImportError as error:
-        return f"triton cannot be imported: {error}"
-    return ""
-
-
 def _interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -47,8 +38,10 @@ def _availability(kernel: str) -> Availability:
         if _extension.cuda_module is None or torch.cuda.is_available():
             return Availability(_extension.cuda_module is not None, _extension.cuda_reason)
         return Availability(False, "no CUDA device was found")
-    if reason := _why_no_triton():
-        return Availability(False, reason)
+    try:
+        import_module("triton")
+    except ImportError as error:
+        return Availability(False, f"triton cannot be imported: {error}")
     if _interprets() or torch.cuda.is_available():
         return Availability(True)
     return Availability(False, "no CUDA device was found (TRITON_INTERPRET=1, set before the start, interprets)")

@@ -143,6 +143,8 @@ class Op:
     check: Callable[[str, Any], None] | None = None
     triton: str | None = None
     binds: bool = False
+    # Sizes of the dimensions of valid calls, by the layouts of their tensors.
+    _checked: dict[Any, dict[str, int]] = field(default_factory=dict, init=False)
 
     @cached_property
     def _fields(self) -> dict[str, tuple[type, Any]]:
@@ -167,11 +169,6 @@ class Op:
         shapes = [*self._tensors.values(), *(Shaped(result.shape, result.dtype) for result in self.results)]
         dims = {dim for shaped in shapes for dim, _ in shaped.dims}
         return [name for name, (kind, _) in self._fields.items() if kind is int and name in dims]
-
-    @cached_property
-    def _checked(self) -> dict[Any, dict[str, int]]:
-        """Sizes of the dimensions of valid calls, by the layouts of their tensors."""
-        return {}
 
     def _counts(self, a: Any) -> dict[str, int]:
         """Integer arguments that occur in shapes."""

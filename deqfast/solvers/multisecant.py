@@ -18,35 +18,6 @@ from .base import Solver, State, Step
 HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-class PreviousValue:
-    """Previous value of f, kept without a copy unless f writes all its values to one buffer.
-
-    The second call shows whether f does, unless an earlier solve has. Until then the first value is copied, and its own
-    memory stays in use, so that torch does not reuse it.
-    """
-
-    def __init__(self, is_overwritten: bool | None = None) -> None:
-        self.is_overwritten = is_overwritten  # whether f does; None: not known yet
-        self._first: Tensor | None = None  # as f returned it
-
-    def check(self, fz: Tensor, previous: Tensor, k: int) -> None:
-        """Raise RuntimeError if f(z) = `fz`, its value number `k` from 0, has overwritten the `previous` value.
-
-        In a loop on the device k is negative.
-        """
-        if self._first is not None:
-            self.is_overwritten, self._first = fz.data_ptr() == self._first.data_ptr(), None
-        elif self.is_overwritten is False and fz.data_ptr() == previous.data_ptr():
-            call = f"call {k + 1}" if k >= 0 else "a later call"
-            raise RuntimeError(f"f returned, at {call}, the memory of its previous value; return a fresh tensor")
-
-    def keep(self, fz: Tensor) -> Tensor:
-        """Return the value as it is to be kept: a copy if f may overwrite it."""
-        if self.is_overwritten is None:
-            self._first = fz
-        return fz if self.is_overwritten is False else fz.clone()
-
-
 @dataclass
 class MultisecantState(State):
     """State of a solve with a window of pairs; see ``multisecant_step`` in ``deqfast.ops`` for its tensors."""
@@ -55,12 +26,13 @@ class MultisecantState(State):
     left: Tensor = field(kw_only=True)
     df: Tensor = field(kw_only=True)
     gram: Tensor = field(kw_only=True)
-    previous: PreviousValue = field(default_factory=PreviousValue)
+    first_value: Tensor | None = None  # as f returned it, until the second one
+    is_overwritten: bool | None = None  # whether f writes all its values to one buffer; None: not known yet
     carried: Tensor | None = None  # memory of `f_prev` between the passes of a loop on the device
 
     def restart(self, z: Tensor) -> None:
         super().restart(z)
-        self.f_prev, self.previous = self.z, PreviousValue(self.previous.is_overwritten)
+        self.f_prev, self.first_value = self.z, None
 
     def carry(self) -> None:
         if self.carried is None:
@@ -120,12 +92,17 @@ class Multisecant(Solver):
             return super().launcher(state)
         name, (_, *pairs), numbers = self.operation(state)
         step, z, monitor = state.kernel.step(name, state.rule or self.rule(), *numbers), state.z, state.monitor()
-        previous = state.previous
 
         def advance(fz: Tensor, k: int, last: bool) -> None:
-            previous.check(fz, state.f_prev, k)
+            if state.first_value is not None:
+                state.is_overwritten, state.first_value = fz.data_ptr() == state.first_value.data_ptr(), None
+            elif state.is_overwritten is False and fz.data_ptr() == state.f_prev.data_ptr():
+                call = f"call {k + 1}" if k >= 0 else "a later call"  # k is negative in a loop on the device
+                raise RuntimeError(f"f returned, at {call}, the memory of its previous value; return a fresh tensor")
             step(z, fz, *monitor, state.f_prev, *pairs, k, last)
-            state.f_prev = previous.keep(fz)
+            if state.is_overwritten is None:
+                state.first_value = fz  # its memory stays in use, which the second value then cannot have by chance
+            state.f_prev = fz if state.is_overwritten is False else fz.clone()
 
         return advance
 

@@ -39,24 +39,20 @@ def _has_tf32(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def residual_floor(
-    values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
-) -> float:
-    """Relative residual that rounding may cause, for an f of these dtypes of its values and of its arguments.
+def residual_floor(values: Iterable[Any], states: Iterable[Any], device: torch.device, products_eps: float) -> float:
+    """Relative residual that rounding may cause, for an f of these values and arguments, of which the dtypes count.
 
     The autocast state of the device counts. products_eps: of ``float32_products_eps``, for float32 values.
     """
-    values = set(values)
-    units = [torch.finfo(dtype).eps for dtype in values.union(states)]
+    dtypes = {value.dtype for value in values}
+    units = [torch.finfo(dtype).eps for dtype in dtypes.union(state.dtype for state in states)]
     if torch.is_autocast_enabled(device.type):
         units.append(torch.finfo(torch.get_autocast_dtype(device.type)).eps)
     floor: float = _UNITS_OF_VALUES * max(units)
-    return max(floor, _UNITS_OF_FACTORS * products_eps) if values & {torch.float32, torch.complex64} else floor
+    return max(floor, _UNITS_OF_FACTORS * products_eps) if dtypes & {torch.float32, torch.complex64} else floor
 
 
-def stall_floor(
-    values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
-) -> float:
+def stall_floor(values: Iterable[Any], states: Iterable[Any], device: torch.device, products_eps: float) -> float:
     """``residual_floor`` if f is less precise than float32, else 0. Below it, a residual without gain is a stall."""
     floor = residual_floor(values, states, device, products_eps)
     return floor if floor > _UNITS_OF_VALUES * torch.finfo(torch.float32).eps else 0.0

@@ -27,7 +27,7 @@ def sample_norms(
         own = sample_norms(leaves, groups, maximum, factors)
         return parts.most(own.clone()) if maximum else parts.sum(own.square()).sqrt()
     if maximum:
-        norms = [_largest(rows_of(leaf)) for leaf in leaves]
+        norms = [_magnitudes(rows_of(leaf)).double() for leaf in leaves]
     else:
         norms = [torch.linalg.vector_norm(rows_of(leaf), dim=1, dtype=torch.float64) for leaf in leaves]
     if factors is not None:
@@ -40,12 +40,12 @@ def sample_norms(
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
-def _largest(rows: Tensor) -> Tensor:
-    """Largest magnitude of each row, (B,) float64; 0 of an empty row."""
-    if not rows.shape[1]:
-        return rows.new_zeros(len(rows), dtype=torch.float64)
-    norms: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)
-    return norms.double()
+def _magnitudes(rows: Tensor) -> Tensor:
+    """Largest magnitudes over the last dimension; 0 for rows without numbers."""
+    if not rows.shape[-1]:
+        return rows.new_zeros(rows.shape[:-1])
+    norms: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=-1)
+    return norms
 
 
 def lengths(rows: Tensor) -> Tensor:
@@ -64,7 +64,5 @@ def unit(rows: Tensor) -> Tensor:
 
 def largest(rows: Tensor) -> Tensor:
     """Largest magnitudes over the last dimension (..., 1); 1 for zeros and for rows without numbers."""
-    if not rows.shape[-1]:
-        return rows.new_ones(*rows.shape[:-1], 1)
-    magnitudes = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True)
+    magnitudes = _magnitudes(rows)[..., None]
     return torch.where(magnitudes == 0, 1, magnitudes)

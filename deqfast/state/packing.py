@@ -308,8 +308,7 @@ class Packing:
 
     def stall_floor(self, value: Any) -> float:
         """Residual below which no progress means a stall, for the f that returned `value`: ``floors.stall_floor``."""
-        values, states = ([leaf.dtype for leaf in leaves] for leaves in (pytree.tree_leaves(value), self.leaves))
-        return stall_floor(values, states, self.device, self.products_eps)
+        return stall_floor(pytree.tree_leaves(value), self.leaves, self.device, self.products_eps)
 
 
 def _length_of(leaves: Sequence[Tensor]) -> int:

@@ -7,7 +7,7 @@ returned values. They consist of solves and calls of the cell, which are transfo
 
     with transforms      z0, x, weights ---------------------------+--> attached --> z* with its derivative
                                |                                   |       ^
-                           on_values                               |   Derivative: pull (gradients), push (tangents)
+                           OnValues                                |   Derivative: pull (gradients), push (tangents)
                                |                                   |       ^
     without transforms         +--> solve z = f(z) of all members -+   Linearisation of f at z*
 """
@@ -26,7 +26,7 @@ from ..engine.refusals import Refusals
 from ..engine.solve import Solve
 from ..gradients import Adjoint, Reversible
 from ..gradients.base import confirmed
-from ..gradients.derivative import StateFunction, Tensors, attached, for_members, on_values
+from ..gradients.derivative import Attached, OnValues, StateFunction, Tensors, for_members
 from ..gradients.unrolled import Iterated
 from ..solution import Solution
 from ..solvers import MixedAnderson
@@ -63,15 +63,11 @@ class CellFunction(StateFunction):
         self.others = [*(leaves[i] for i in self.in_x), *held.values()]
         self.autocast = present_autocast(self.packing.device.type)
 
-    def x_of(self, others: Tensors) -> Any:
-        """Return the tree x with these tensors."""
-        leaves = list(self.x_leaves)
-        for i, tensor in zip(self.in_x, others, strict=False):
-            leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, self.x_spec)
-
     def __call__(self, state: Tensors, rows: Tensors, others: Tensors) -> Tensors:
-        arguments = pytree.tree_unflatten(state, self.packing.spec), self.x_of(others)
+        x_leaves = list(self.x_leaves)
+        for i, tensor in zip(self.in_x, others, strict=False):
+            x_leaves[i] = tensor
+        arguments = pytree.tree_unflatten(state, self.packing.spec), pytree.tree_unflatten(x_leaves, self.x_spec)
         with self.autocast():
             if isinstance(self.cell, nn.Module):
                 held = dict(zip(self.names, others[len(self.in_x) :], strict=True))
@@ -102,7 +98,7 @@ def solve_values(plan: Plan) -> Solution:
         measures = solution.residual, solution.residual_rel, solution.residual_abs
         return [*leaves, solved[-1].status, solution.iterations, *(m.clone() for m in measures)]
 
-    results = on_values(work, f, z0, [], f.others)
+    results = OnValues.of(work, f, z0, [], f.others)
     numbers = ("status", "iterations", "residual", "residual_rel", "residual_abs")
     changes: dict[str, Any] = dict(zip(numbers, results[len(z0) :], strict=True))
     value = pytree.tree_unflatten(results[: len(z0)], spec)
@@ -117,7 +113,7 @@ def transform(plan: Plan, adjoint: Adjoint) -> tuple[Any, Solution]:
     z, x, broken = plan.without_broken(solution)
     f = CellFunction(plan, x)
     values, spec = pytree.tree_flatten(solution.value)
-    leaves = attached(derivative, f, pytree.tree_leaves(z), [], f.others)
+    leaves = Attached.of(derivative, f, pytree.tree_leaves(z), [], f.others)
     if broken is not None:
         leaves = [torch.where(per_row(broken, v), v, y) for v, y in zip(values, leaves, strict=True)]
     return pytree.tree_unflatten(leaves, spec), solution

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import _extension
 from ...ops import ACTIVATIONS, Kernel, choose_kernel
-from ...ops.fc import STATE, reference
+from ...ops.fc import STATE
 from ...solution import Solution
 from ...solvers import Picard, Solver
 from ...state.floors import stall_floor
@@ -21,12 +21,16 @@ STATE_DTYPES = tuple(STATE.allowed)
 # Most products per evaluation for which "auto" takes the one launch on a GPU. Above it, the ordinary loop should be
 # faster, since it uses matrix units. The number comes from a cost model and is not measured.
 MAX_AUTO_PRODUCTS = 1 << 28
-# Most products of one launch on a CPU: a few tenths of a second on one core. Python handles Ctrl-C between launches.
-MAX_LAUNCH_PRODUCTS = 1 << 31
+# Most products of a block of samples on a CPU, about half a second of one core. Python handles Ctrl-C between launches.
+MAX_BLOCK_PRODUCTS = 1 << 32
+BLOCK = 16  # samples that a core solves at a time
 
 
-def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `kernel` solves with this weight and state dtype in one launch of its own."""
+def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype, max_iter: int) -> bool:
+    """Return whether `kernel` solves with this weight and state dtype in one launch of its own.
+
+    On a CPU, it leaves solves to the loop that could be so long that Ctrl-C would wait for a launch.
+    """
     features, short = len(weight), weight.dtype == torch.bfloat16
     if kernel.name == "cuda":
         module = _extension.cuda_module
@@ -35,39 +39,33 @@ def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
         from ...kernels.config import fc_features, shared_memory
 
         return dtype == torch.float32 and features <= fc_features(weight.dtype, shared_memory(weight.device))
-    return kernel.name == "cpp"
+    return kernel.name == "cpp" and _block_products(features, max_iter) <= MAX_BLOCK_PRODUCTS
 
 
-def serves(requested: str, kernel: Kernel, weight: Tensor, z0: Tensor) -> bool:
+def serves(requested: str, kernel: Kernel, weight: Tensor, z0: Tensor, max_iter: int) -> bool:
     """Return whether `kernel` solves in one launch and, for kernel "auto", whether that should be faster."""
     if requested == "auto" and z0.is_cuda and z0.numel() * len(weight) > MAX_AUTO_PRODUCTS:
         return False
-    return has_kernel(kernel, weight, z0.dtype)
+    return has_kernel(kernel, weight, z0.dtype, max_iter)
+
+
+def _block_products(features: int, max_iter: int) -> int:
+    """Products of a block that makes all iterations, with its activations and judgements as products."""
+    # An iteration of a sample costs about 1,000 products more, and each of its elements 64.
+    return BLOCK * max_iter * (features + 32) ** 2
 
 
 def _in_launches(
     weight: Tensor, c: Tensor, z0: Tensor, activation: int, max_iter: int, *rule: float
 ) -> Sequence[Tensor]:
     """Results of the op ``fc_fixed_point`` from one launch, or, for a long solve, from several, with the same bits."""
-    # Fewer samples than 8 take as long, since W is read once for a block of them. An iteration of a sample costs about
-    # 1,000 products more, and each of its elements 64, for the activation and the judgement.
-    products = (len(weight) + 32) ** 2
-    most = max(MAX_LAUNCH_PRODUCTS // products, 8)
-    if len(c) > most:
-        samples = zip(c.split(most), z0.split(most), strict=True)
-        parts = [_in_launches(weight, *part, activation, max_iter, *rule) for part in samples]
-        return [torch.cat(results, dim=int(k == 3)) for k, results in enumerate(zip(*parts, strict=True))]
-    each = max(MAX_LAUNCH_PRODUCTS // (max(len(c), 8) * products), 1)
-    if max_iter <= each:
-        solved: Sequence[Tensor] = torch.ops.deqfast.fc_fixed_point(weight, c, z0, activation, max_iter, *rule)
-        return solved
-    state = reference.start(z0)
-    _, _, *results, _ = state
-    for k in range(0, max_iter, each):
-        torch.ops.deqfast.fc_steps(weight, c, *state, activation, k, min(k + each, max_iter), max_iter, *rule)
-        if bool(results[1].all()):  # no status is 0: none is running
-            break
-    return results
+    blocks = max(MAX_BLOCK_PRODUCTS // _block_products(len(weight), max_iter), 1) * torch.get_num_threads()
+    samples = zip(c.split(blocks * BLOCK), z0.split(blocks * BLOCK), strict=True)
+    solve: Callable[..., Sequence[Tensor]] = torch.ops.deqfast.fc_fixed_point
+    parts = [solve(weight, *part, activation, max_iter, *rule) for part in samples]
+    if len(parts) == 1:
+        return parts[0]
+    return [torch.cat(results, dim=int(k == 3)) for k, results in enumerate(zip(*parts, strict=True))]
 
 
 def launch(
@@ -110,9 +108,9 @@ def solve_cell(
     if torch.is_autocast_enabled(device):
         if torch.get_autocast_dtype(device) != torch.bfloat16 or z0.dtype != torch.float32:
             return None
-        weight, floor = weight.to(torch.bfloat16), stall_floor([z0.dtype], [], z0.device, 0.0)
+        weight, floor = weight.to(torch.bfloat16), stall_floor([z0], [], z0.device, 0.0)
     chosen = choose_kernel(kernel, z0.device)
-    if z0.dtype not in STATE_DTYPES or not serves(kernel, chosen, weight, z0):
+    if z0.dtype not in STATE_DTYPES or not serves(kernel, chosen, weight, z0, solver.max_iter):
         return None
     c = injection()
     c = c.to(z0.dtype) if weight.dtype == torch.bfloat16 else c

@@ -1,6 +1,6 @@
 """Ops of the fully connected cell.
 
-``fc_fixed_point`` is a whole solve in one launch, ``fc_steps`` a part of one, and ``fc_vjp`` its backward.
+``fc_fixed_point`` is a whole solve in one launch, and ``fc_vjp`` its backward.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ...kernels.constants import PANEL_PADDING
 from ..registry import Dtype, Range, Result, Shaped, anchored, register
-from ..steps import MAX_ITER, InOut, StopRule
+from ..steps import MAX_ITER, StopRule
 
 ACTIVATIONS = ("identity", "relu", "tanh", "gelu")  # gelu with erf
 STATE = anchored(torch.float32, torch.float64)
@@ -32,30 +31,6 @@ class FcFixedPoint:
     z0: Annotated[Tensor, Shaped("B, D", STATE)]  # the start
     activation: Annotated[int, ACTIVATION]
     max_iter: Annotated[int, MAX_ITER]  # evaluations of f per sample, at most
-    rule: StopRule
-
-
-@dataclass(frozen=True)
-class FcSteps:
-    """Make the evaluations k to until - 1 of a solve by ``fc_fixed_point``, in place. It has no GPU kernels.
-
-    The state consists of the tensors of ``picard_step``; z of a finished sample is undefined. At the end the state has
-    the bits of the whole solve.
-    """
-
-    weight: Annotated[Tensor, Shaped("D, D", WEIGHT)]
-    c: Annotated[Tensor, Shaped("B, D", STATE)]
-    panels: Annotated[Tensor, InOut(f"D, D + {PANEL_PADDING}", STATE)]  # W in the kernel's order; written at k = 0
-    z: Annotated[Tensor, InOut("B, D", STATE)]
-    best: Annotated[Tensor, InOut("B, D", STATE)]
-    status: Annotated[Tensor, InOut("B", torch.int8)]
-    iterations: Annotated[Tensor, InOut("B", torch.int32)]
-    residual: Annotated[Tensor, InOut("2, B", STATE)]
-    progress: Annotated[Tensor, InOut("6, B", STATE)]
-    activation: Annotated[int, ACTIVATION]
-    k: Annotated[int, Range(0)]
-    until: Annotated[int, Range(1)]  # at most max_iter
-    max_iter: Annotated[int, MAX_ITER]  # of the whole solve
     rule: StopRule
 
 
@@ -85,7 +60,5 @@ _RESULTS = (
     Result("iterations", torch.int32, shape="B"),
     Result("residual", STATE, shape="2, B"),
 )
-_SIZES = {"D": Range(1)}
-register("fc_fixed_point", FcFixedPoint, "c", *_RESULTS, limits=_SIZES, check=_check, triton="fc_fixed_point")
-register("fc_steps", FcSteps, "c", limits=_SIZES)
+register("fc_fixed_point", FcFixedPoint, "c", *_RESULTS, limits={"D": Range(1)}, check=_check, triton="fc_fixed_point")
 register("fc_vjp", FcVjp, "pre", Result("result", STATE, like="pre"), triton="fc_fixed_point")
