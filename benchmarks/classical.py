@@ -14,6 +14,7 @@ import importlib.util
 import math
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from harness.classical import EQUATIONS, Classical, Map
 from harness.peers import torchdeq_method
 from harness.races import finite
 from harness.record import Row, write_record
+from harness.tables import Table
 from torch import Tensor
 
 import deqfast
@@ -154,16 +156,15 @@ def cell(row: Row) -> str:
 
 def table(rows: list[Row]) -> str:
     """Markdown table of problems and solvers, then the numbers of false claims and of solved problems."""
-    names, cases = (list(dict.fromkeys(row[key] for row in rows)) for key in ("provider", "case"))
-    by_place = {(row["case"], row["provider"]): row for row in rows}
-    lines = [["problem", *names], ["---", *["---:"] * len(names)]]
-    lines += [[case, *(cell(by_place[case, name]) for name in names)] for case in cases]
-    false, missed = (
-        [sum(by_place[case, name][column] for case in cases) for name in names] for column in ("false", "missed")
-    )
-    lines += [["falsely CONVERGED", *map(str, false)]]
-    lines += [[f"solved, of {len(cases)}", *(str(len(cases) - count) for count in missed)]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines: dict[str, dict[str, str]] = {}
+    false, missed = Counter[str](), Counter[str]()
+    for row in rows:
+        lines.setdefault(row["case"], {"problem": row["case"]})[row["provider"]] = cell(row)
+        false[row["provider"]] += row["false"]
+        missed[row["provider"]] += row["missed"]
+    claims = {"problem": "falsely CONVERGED"} | {name: str(count) for name, count in false.items()}
+    solved = {"problem": f"solved, of {len(lines)}"} | {name: str(len(lines) - missed[name]) for name in false}
+    return "\n".join(Table("", [*lines.values(), claims, solved]).lines())
 
 
 def main() -> int:

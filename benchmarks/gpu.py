@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.plans import PLANS
@@ -58,13 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def listed() -> str:
     """The phases of every plan, for --help."""
-
-    def lines() -> Iterator[str]:
-        for name, plan in PLANS.items():
-            yield f"{name}:"
-            yield from (f"  {phase.name:12} {phase.seconds:4} s  {phase.decides}" for phase in plan(False))
-
-    return "\n".join(lines())
+    lines = []
+    for name, plan in PLANS.items():
+        lines += [f"{name}:", *(f"  {phase.name:12} {phase.seconds:4} s  {phase.decides}" for phase in plan(False))]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 from harness import phases, record
 from harness.plans import PLANS
 from harness.session import ARCHIVE, SAME, Phase, Session, earlier_rows
+from harness.targets import ITERATED
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = """
@@ -103,6 +104,19 @@ def test_every_phase_exists_and_the_first_ones_fit_a_call():
     assert sum(phase.seconds for phase in PLANS["short"](False)[1:6]) < 560
     for name in ("short", "kernels", "layers"):  # of a machine for 15 minutes, with one of them for its start
         assert sum(phase.seconds for phase in PLANS[name](False)) <= 14 * 60
+
+
+def test_a_phase_of_solves_measures_the_cases_of_the_targets_without_peers(monkeypatch):
+    monkeypatch.setattr(phases, "Copy", lambda *given: None)
+    answer = phases.row_of
+    monkeypatch.setattr(
+        phases,
+        "measure",
+        lambda case, names, *given, **turns: ({name: answer(case.section, case.name, name) for name in names}, {}),
+    )
+    rows = [row for rows in phases.loops(phases.Place("cuda", False, [])) for row in rows]
+    assert {row["case"] for row in rows} == {*ITERATED, "picard-fc-128x256", "anderson-m6-fc-128x256"}
+    assert {row["provider"] for row in rows} == {"triton", "cuda", "triton-graph", "cuda-graph"}
 
 
 def run(*arguments):

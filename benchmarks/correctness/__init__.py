@@ -1,7 +1,7 @@
 """What is correct, for tests and benchmarks: tolerances, problems with known solutions, random arguments of the ops."""
 
-from .problems import PROBLEMS, FixedPoint, linear, tanh
-from .tolerances import (
+from .problems import PROBLEMS, FixedPoint, linear, tanh  # noqa: F401
+from .tolerances import (  # noqa: F401
     ACCURACY_UNITS,
     FINITE_DIFFERENCES,
     GRADIENT,
@@ -18,25 +18,3 @@ from .tolerances import (
     relative_error,
     rounding,
 )
-
-__all__ = [
-    "ACCURACY_UNITS",
-    "FINITE_DIFFERENCES",
-    "FixedPoint",
-    "GRADIENT",
-    "ITERATES",
-    "OPERATIONS",
-    "PROBLEMS",
-    "WELL_CONDITIONED",
-    "accuracy",
-    "after_solve",
-    "amplification",
-    "assert_accurate",
-    "assert_close",
-    "bounds",
-    "linear",
-    "lost",
-    "relative_error",
-    "rounding",
-    "tanh",
-]

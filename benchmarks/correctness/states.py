@@ -211,14 +211,10 @@ def clone(state: State, dtype: torch.dtype | None = None, flip: int = 0) -> Stat
 
 
 def reorder(tensor: Tensor, flip: int) -> Tensor:
-    if flip == 1:
+    """The columns in the order of ``clone``; the negative of a number undoes it."""
+    if abs(flip) == 1:
         return tensor.flip(-1)
-    return tensor.roll(tensor.shape[-1] // 3, dims=-1) if flip else tensor.clone()
-
-
-def moved(tensor: Tensor, device: str) -> Tensor:
-    """`tensor` on `device` with its strides. ``Tensor.to`` drops the strides of a tensor with gaps."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+    return tensor.roll(tensor.shape[-1] // 3 * (flip // 2), dims=-1)
 
 
 def jitter(state: State, seed: int) -> State:
@@ -231,14 +227,12 @@ def jitter(state: State, seed: int) -> State:
 
 
 def restore(state: State, flip: int) -> State:
-    undo = {0: lambda t: t, 1: lambda t: t.flip(-1), 2: lambda t: t.roll(-(t.shape[-1] // 3), dims=-1)}[flip]
-    return {name: undo(tensor) if name in COLUMNS else tensor for name, tensor in state.items()}
+    return {name: reorder(tensor, -flip) if name in COLUMNS else tensor for name, tensor in state.items()}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape or not a.numel():
-        return a.dtype == b.dtype and a.shape == b.shape
-    return torch.equal(a.flatten().contiguous().view(torch.uint8), b.flatten().contiguous().view(torch.uint8))
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and torch.equal(*(tensor.flatten().contiguous().view(torch.uint8) for tensor in (a, b)))
 
 
 def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:

@@ -18,11 +18,10 @@ from .collapse import collapse_case
 from .entry import Case
 from .maps import NEVER
 from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
-from .options import gradient
 from .rivals import dense, elementwise, rival_case
 from .solves import fc_case, solve_case
 from .textbook import textbook_case
-from .training import TOL, training_case
+from .training import TOL, gradient, training_case
 
 BF16 = torch.bfloat16
 ITERATIONS = 20

@@ -12,7 +12,11 @@ from .record import Row
 METHODS = {"picard": "Picard", "fixed_point_iter": "Picard", "anderson": "Anderson", "broyden": "Broyden"}  # as shown
 VARIANTS = ("gmres", "checkpoint")  # drawn hollow, in the colour of the adjoint that they vary
 LOOKS = ((style.VERMILLION, "o"), (style.BLUE, "D"), (style.GREEN, "s"), (style.PURPLE, "^"))  # of machines
-LIBRARIES = {"deqfast": style.VERMILLION, "torchdeq": style.BLUE}
+CURVES = {  # of ``state_sizes``
+    "deqfast": {"color": style.VERMILLION, "marker": "o", "label": "deqfast"},
+    "torchdeq": {"color": style.BLUE, "marker": "o", "label": "torchdeq"},
+    "floor": {"color": style.BLACK, "ls": "--", "label": "byte floor (bytes / copy rate)"},
+}
 
 
 def gradient_errors(rows: Sequence[Row], origin: str, names: Mapping[str, Mapping[str, str]], **entry: str) -> bytes:
@@ -68,15 +72,8 @@ def state_sizes(points: Sequence[Row], **entry: str) -> bytes:
     for axis, title in zip(axes, titles, strict=True):
         own = sorted((point for point in points if point["solver"] == title), key=lambda point: point["elements"])
         sizes = [point["elements"] for point in own]
-        for library, colour in LIBRARIES.items():
-            axis.plot(sizes, [point[library] for point in own], color=colour, marker="o", label=library)
-        axis.plot(
-            sizes,
-            [point["floor"] for point in own],
-            color=style.BLACK,
-            ls="--",
-            label="byte floor (bytes / copy rate)",
-        )
+        for name, look in CURVES.items():
+            axis.plot(sizes, [point[name] for point in own], **look)
         axis.set(title=title, xscale="log", yscale="log", xlabel="elements of the state")
     axes[0].set_ylabel("ms per iteration, without f")
     style.legend(figure, 2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 import deqfast
@@ -33,26 +33,39 @@ def autocast(device: str, precision: str) -> Any:
     return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
-class Contraction:
+class Map:
+    """f, which counts its calls. c: its injection (B, ...)."""
+
+    c: Tensor
+    calls = 0
+
+    def __call__(self, z: Tensor) -> Tensor:
+        self.calls += 1
+        return self.value(z)
+
+    def value(self, z: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def residual(self, z: Tensor) -> float:
+        """Largest relative residual of the batch, in float64."""
+        exact, z = copy.copy(self), z.double()
+        vars(exact).update({name: part.double() for name, part in vars(self).items() if isinstance(part, Tensor)})
+        return relative_residual(exact.value(z), z)
+
+
+class Contraction(Map):
     """f(z) = c + lambda z, whose fixed point is known."""
 
     def __init__(self, batch: int, dim: int, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(0)
         self.c = torch.randn(batch, dim, generator=generator).to(device)
         self.eigenvalues = torch.linspace(-0.9, 0.95, dim).to(device)
-        self.calls = 0
 
-    def __call__(self, z: Tensor) -> Tensor:
-        self.calls += 1
+    def value(self, z: Tensor) -> Tensor:
         return torch.addcmul(self.c, z, self.eigenvalues)
 
-    def residual(self, z: Tensor) -> float:
-        """Largest relative residual of the batch, in float64."""
-        z = z.double()
-        return relative_residual(self.c.double() + z * self.eigenvalues.double(), z)
 
-
-class FullyConnected:
+class FullyConnected(Map):
     """f(z) = tanh(W z + c) with W Gaussian; W may be bfloat16 and is multiplied in float32."""
 
     def __init__(self, batch: int, dim: int, device: str = "cpu", weight_dtype: torch.dtype = torch.float32) -> None:
@@ -61,19 +74,12 @@ class FullyConnected:
         self.weight = weight.to(device, weight_dtype)
         self.wide = self.weight.float()
         self.c = torch.randn(batch, dim, generator=generator).to(device)
-        self.calls = 0
 
-    def __call__(self, z: Tensor) -> Tensor:
-        self.calls += 1
+    def value(self, z: Tensor) -> Tensor:
         return torch.addmm(self.c, z, self.wide.T).tanh_()
 
-    def residual(self, z: Tensor) -> float:
-        """Largest relative residual of the batch, in float64."""
-        z = z.double()
-        return relative_residual(torch.tanh(F.linear(z, self.wide.double()) + self.c.double()), z)
 
-
-class Residual:
+class Residual(Map):
     """``ResidualCell`` on images (B, C, H, W), channels_last, as it is trained: under bfloat16 autocast."""
 
     def __init__(self, shape: Sequence[int], device: str, kernel: str) -> None:
@@ -81,18 +87,16 @@ class Residual:
         self.cell = deqfast.ResidualCell(shape[1], kernel=kernel).to(device)
         convert_conv2d_weight_memory_format(self.cell, torch.channels_last)
         self.c = torch.randn(*shape).to(device, memory_format=torch.channels_last)
-        self.calls = 0
 
-    def __call__(self, z: Tensor) -> Tensor:
+    def value(self, z: Tensor) -> Tensor:
         """f(z) in float32, for z of any layout, because torchdeq continues with the dtype and layout of f's value."""
-        self.calls += 1
         return self.cell(z.contiguous(memory_format=torch.channels_last), self.c).float()
 
     @torch.no_grad()
     def residual(self, z: Tensor) -> float:
         """Largest relative residual of the batch, in f's own precision."""
         with autocast(z.device.type, "bf16"):
-            return relative_residual(self(z), z.float())
+            return relative_residual(self.value(z), z.float())
 
 
 def make_map(kind: str, shape: Sequence[int], device: str, kernel: str) -> Any:

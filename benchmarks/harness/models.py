@@ -89,10 +89,10 @@ class Model:
     name: str
     solver: str
     repository: str
-    folder: str
     file: str
-    flags: str
     build: Callable[[Module, argparse.Namespace], Built]
+    folder: str = ""
+    flags: str = ""
     dtype: torch.dtype = torch.float64
     whole: bool = False
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +23,12 @@ from deqfast import _extension
 from . import cases, models, study_step, zoo
 from . import rivals as rival
 from .counters import profiled
-from .entry import Case, Skipped, fault
+from .entry import Skipped, fault
 from .record import Row
 from .session import BROUGHT, ROOT
 from .solves import PEER
-from .suite import columns_of, measure
-from .targets import ITERATED, verdicts
+from .suite import SMALL_COPY, columns_of, measure
+from .targets import ITERATED, TARGETS, verdicts
 from .timing import ROUNDS, Copy, captured, in_turns, seconds_of
 
 SECONDS = 1.5  # of the rounds of a case
@@ -97,31 +97,25 @@ def conclusions(rows: Sequence[Row]) -> Iterator[str]:
         if key == ("probe", "pass of a loop with 2 kernels", "device") and "ms" in row:
             far = row["ms"] > WHILE_LIMIT
             yield f"a body holds {'four iterations, or the step is captured whole' if far else 'two iterations'}"
-    for target, value, met in verdicts(rows):
-        if met is not None and target.on_gpu:
-            yield f"{'met' if met else 'MISSED'} {target.what}: {value:.3g}"
+    yield from verdicts((target for target in TARGETS if target.on_gpu), rows)
 
 
 def row_of(section: str, case: str, provider: str, **columns: Any) -> Row:
     return {"section": section, "case": case, "provider": provider, **columns}
 
 
-def measured(place: Place, chosen: Iterable[Case], without: Sequence[str] = ()) -> Rows:
-    """Rows of cases of the suite, without these providers."""
-    copy = Copy(place.device, 1 << 12) if place.small else Copy(place.device)
-    for case in chosen:
-        if place.device in case.devices and not place.has(case.section, case.name):
+def measured(place: Place, section: str, sizes: str | tuple[str, ...] = "", without: Sequence[str] = ()) -> Rows:
+    """Rows of the cases of a section whose names end with one of the sizes, without these providers."""
+    copy = Copy(place.device, SMALL_COPY) if place.small else Copy(place.device)
+    for case in cases.SMALL if place.small else cases.CASES:
+        wanted = case.section == section and not case.full and (place.small or case.name.endswith(sizes))
+        if wanted and place.device in case.devices and not place.has(case.section, case.name):
             providers = [name for name in case.providers_on(place.device) if name not in without]
             rows, _ = measure(case, providers, place.device, copy, **place.turns)
             yield [
                 row_of(case.section, case.name, name, **fault(row)) if isinstance(row, Exception) else row
                 for name, row in rows.items()
             ]
-
-
-def selected(place: Place, *sections: str) -> list[Case]:
-    every = cases.SMALL if place.small else cases.CASES
-    return [case for case in every if case.section in sections and not case.full]
 
 
 # The phases, which a plan of gpu.sh names, each after its helpers.
@@ -249,23 +243,19 @@ def passes(place: Place, number: int, small: Tensor) -> list[Row]:
 
 def loops(place: Place) -> Rows:
     """Solves in one launch against eager ones, at the sizes of the targets."""
-    wanted = (*ITERATED, "picard-fc-128x256", "anderson-m6-fc-128x256")
-    by_name = {case.name: case for case in selected(place, "solves")}
-    chosen = by_name.values() if place.small else map(by_name.__getitem__, wanted)
-    yield from measured(place, chosen, without=("torch", PEER))
+    yield from measured(
+        place, "solves", (*ITERATED, "picard-fc-128x256", "anderson-m6-fc-128x256"), without=("torch", PEER)
+    )
 
 
 def rivals(place: Place) -> Rows:
     """Rivals at the same work, without torch.compile, at the sizes of the targets."""
-    chosen = [case for case in selected(place, "rivals") if place.small or case.name.endswith(("8192", "128x256"))]
-    yield from measured(place, chosen, without=(rival.COMPILED_PEER, "compiled", "packaged"))
+    yield from measured(place, "rivals", ("8192", "128x256"), (rival.COMPILED_PEER, "compiled", "packaged"))
 
 
 def compiled_peer(place: Place) -> Rows:
     """Rivals that torch.compile compiles, next to the solve in one launch. They are of section "rivals"."""
-    wanted = [case for case in selected(place, "rivals") if place.small or case.name.endswith("128x8192")]
-    others = (rival.BY_HAND, *rival.JAX, "packaged", "silva-networks")
-    yield from measured(place, wanted, without=others)
+    yield from measured(place, "rivals", "128x8192", (rival.BY_HAND, *rival.JAX, "packaged", "silva-networks"))
 
 
 def published(place: Place) -> Rows:
@@ -374,5 +364,6 @@ def together(place: Place) -> Rows:
 
 
 def sections(place: Place, *names: str) -> Rows:
-    """All cases of sections, except those that train."""
-    yield from measured(place, [case for case in selected(place, *names) if not case.name.startswith("digits")])
+    """All cases of sections."""
+    for name in names:
+        yield from measured(place, name)

@@ -38,8 +38,8 @@ class Provider:
 def providers(on_torch: bool = False) -> list[Provider]:
     """All solvers, torchdeq's last; with `on_torch`, before these the default solvers with kernel="torch"."""
 
-    def raced(make: Callable[..., Any], kernel: str) -> Callable[[float], Solve]:
-        return lambda tol: solve_by(kernel, make(tol, EVALUATIONS), "cpu")
+    def raced(name: str, peer: str, make: Callable[..., Any], kernel: str) -> Provider:
+        return Provider(name, peer, lambda tol: solve_by(kernel, make(tol, EVALUATIONS), "cpu"))
 
     def small_ridge(tol: float) -> Solve:
         return torch.no_grad()(torchdeq_solve(deqfast.Anderson(tol, EVALUATIONS), lam=1e-8))
@@ -53,12 +53,11 @@ def providers(on_torch: bool = False) -> list[Provider]:
         ("anderson m=8", anderson, partial(deqfast.Anderson, history_size=8)),
         (f"broyden n={EVALUATIONS}", broyden, whole),
     ]
-    plain = [entry for entry in ours if on_torch and entry[0] in ("picard", "anderson m=6", f"broyden n={EVALUATIONS}")]
-    theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
+    plain = [ours[0], ours[1], ours[4]]  # whose peers are torchdeq's three methods
     return [
-        *(Provider(f"deqfast {name}", peer, raced(make, "cpp")) for name, peer, make in ours),
-        *(Provider(f"torch {name}", peer, raced(make, "torch")) for name, peer, make in plain),
-        *(Provider(name, name, raced(make, "torchdeq")) for name, make in theirs.items()),
+        *(raced(f"deqfast {name}", peer, make, "cpp") for name, peer, make in ours),
+        *(raced(f"torch {name}", peer, make, "torch") for name, peer, make in plain if on_torch),
+        *(raced(peer, peer, make, "torchdeq") for _, peer, make in plain),
         Provider(SMALL_RIDGE, SMALL_RIDGE, small_ridge),
     ]
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from tabulate import tabulate
+
 from .record import Row
-from .targets import verdicts
+from .targets import TARGETS, verdicts
 
 Form = Callable[[float], str]
 UNITS = {"ns": 1e-6, "µs": 1e-3, "ms": 1.0, "s": 1e3}  # in ms
@@ -88,13 +90,10 @@ class Table:
             return []
         first, *others = self.rows[0]
         used = [name for name in columns or others if any(row[name] for row in self.rows)]
-        rows: Sequence[Mapping[str, str]] = self.rows
         if names is None:
-            names = {row[first]: row[first] for row in rows}
-        else:
-            order = list(names)
-            rows = sorted((row for row in rows if row[first] in names), key=lambda row: order.index(row[first]))
-        lines = [[names[row[first]], *(row[name] for name in used)] for row in rows]
+            names = {row[first]: row[first] for row in self.rows}
+        by_name = {name: [row for row in self.rows if row[first] == name] for name in names}
+        lines = [[names[name], *(row[column] for column in used)] for name, rows in by_name.items() for row in rows]
         return [[first, *used], *lines]
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
@@ -151,11 +150,7 @@ def summary(rows: Sequence[Row], judged: bool = True) -> list[str]:
     lines = ["Least of the rounds. Rounds of all providers of a case interleave with a copy, which gives the floor."]
     for section in dict.fromkeys(row["section"] for row in rows):
         part = table([row for row in rows if row["section"] == section])
-        texts = part.texts()
-        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
-        lines += ["", section, *padded, *filter(None, [part.words])]
-    decided = [verdict for verdict in verdicts(rows) if verdict[2] is not None] if judged else []
-    lines += ["", "targets, set for a quiet machine"] * bool(decided)
-    lines += [f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}" for target, value, met in decided]
-    return lines
+        padded = tabulate(part.texts(), tablefmt="plain", disable_numparse=True)
+        lines += ["", section, *filter(None, [padded, part.words])]
+    decided = verdicts(TARGETS, rows) if judged else []
+    return lines + ["", "targets, set for a quiet machine"] * bool(decided) + decided

@@ -8,7 +8,7 @@ time: two passes take 0.1 ms, while the host takes 2 to 4 ms for 82 launches, fi
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ with open(Path(__file__).parents[1] / "targets.csv") as _file:
     TARGETS = [_read(**row) for row in csv.DictReader(_file)]
 
 
-def verdicts(rows: Sequence[Row]) -> list[tuple[Target, float | None, bool | None]]:
-    """Targets with the measured value, and whether it is met; None for both if the rows do not have it."""
-    values = [(target, target.value(rows)) for target in TARGETS]
-    return [(target, value, None if value is None else target.met(value)) for target, value in values]
+def verdicts(targets: Iterable[Target], rows: Sequence[Row]) -> list[str]:
+    """Sentences on the targets that the rows decide."""
+    values = [(target, value) for target in targets if (value := target.value(rows)) is not None]
+    return [f"{'met' if target.met(value) else 'MISSED'} {target.what}: {value:.3g}" for target, value in values]

@@ -1,4 +1,4 @@
-"""Cases of training steps: forward and backward of one DEQ layer by deqfast and torchdeq, and of the cell once."""
+"""Cases of one DEQ layer: its training step by deqfast and torchdeq, and of the cell once; each adjoint's gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .counters import count_call, evaluations
+from .counters import count_call, evaluations, memory
 from .entry import KERNELS, Case, Contender, check, crossed, kernel_of
 from .maps import autocast, relative_residual
 from .peers import block_layer, explicit_layer, torchdeq_layer
@@ -31,6 +31,18 @@ CELLS: dict[str, Callable[[int], nn.Module]] = {
     "fc": lambda features: deqfast.FCCell(features, features),
     "linear": deqfast.LinearCell,
 }
+ADJOINTS = {
+    "jfb": deqfast.JFB(),
+    "phantom": deqfast.Phantom(relaxation=1.0),
+    "neumann": deqfast.Neumann(),
+    "shine": deqfast.SHINE(),
+    "implicit": deqfast.Implicit(),
+    "gmres": deqfast.Implicit(deqfast.Anderson(1e-6, 100, history_size=32)),  # in exact arithmetic
+    "unrolled": deqfast.Unrolled(40),
+    "checkpoint": deqfast.Unrolled(40, checkpoint=True),
+    "reversible": deqfast.Reversible(12),
+}
+
 Function = Callable[[Tensor, Tensor], Tensor]  # (x, z0) -> z
 
 
@@ -85,6 +97,11 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().double().cpu().flatten() for tensor in tensors])
 
 
+def distance(actual: Tensor, exact: Tensor) -> float:
+    """Relative error in the Euclidean norm."""
+    return float((actual - exact).norm() / exact.norm())
+
+
 @functools.lru_cache(maxsize=2)
 def exact_gradient(layer: Layer, explicit: bool = False) -> tuple[Tensor, Setup]:
     """Gradient in float64, at the fixed point to 1e-10 or of the cell applied once, with the cell and its input."""
@@ -129,7 +146,7 @@ def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, 
 def judged(layer: Layer, explicit: bool, gradient: Iterable[Tensor], z: Tensor) -> Row:
     """Columns residual and error; raises ``Wrong`` if the gradient's error is too large."""
     exact, setup = exact_gradient(layer, explicit)
-    error = float((flat(gradient) - exact).norm() / exact.norm())
+    error = distance(flat(gradient), exact)
     check("relative error of the gradient", error, ALLOWED[layer.precision])
     facts: Row = {"error": error}
     if not explicit:
@@ -137,3 +154,28 @@ def judged(layer: Layer, explicit: bool, gradient: Iterable[Tensor], z: Tensor) 
         with torch.no_grad():
             facts["residual"] = relative_residual(setup.cell(z, setup.x), z)
     return facts
+
+
+def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
+    """Gradients of a layer, by their error relative to the exact implicit one."""
+    layer = Layer(cell, shape, "implicit", solver)
+
+    def contender(provider: str, device: str) -> Contender:
+        setup = Setup(layer, "auto", device)
+        block = deqfast.DEQBlock(setup.cell, solver, ADJOINTS[provider])
+        function = block_layer(block)
+
+        def step() -> Any:
+            return setup.step(function)
+
+        reached, exact = flat(step()[0]), exact_gradient(layer)[0]
+        cosine = float(reached @ exact / reached.norm() / exact.norm())
+        check("distance of the gradient's cosine from 1", 1 - cosine, 0.5)
+        facts = {"error": distance(reached, exact), "cosine": cosine}
+        facts |= {"peak_bytes": memory(step, device)[1], "evaluations": setup.calls(function)}
+        if block.backward_solution is not None:
+            facts["backward_evaluations"] = block.backward_solution.evaluations
+        return Contender(step, facts)
+
+    name = f"gradient-{layer.name.replace('-implicit', '')}"
+    return Case("options", name, tuple(ADJOINTS), ("implicit", "jfb"), contender)

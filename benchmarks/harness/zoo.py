@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,15 +168,9 @@ def recall(file: Module, args: Args) -> Built:
     return Built(model, lambda: model.run(tokens), loss)
 
 
-BUILDERS: tuple[Callable[..., Built], ...] = (
-    *(language, sequence, coordinates, multiscale, generative, proteins, flow, diffusion, sets, graph, recall),
-)
-
-
 def _model(build: str, given: Mapping[str, Any] = {}, dtype: str = "float64", **about: Any) -> Model:
-    builder = next(builder for builder in BUILDERS if builder.__name__ == build)
-    made = partial(builder, **given) if given else builder
-    return Model(**{"folder": "", "flags": ""} | about, build=made, dtype=getattr(torch, dtype))
+    """Row of the file; `build` names a function of this module, which takes what is `given`."""
+    return Model(**about, build=partial(globals()[build], **given), dtype=getattr(torch, dtype))
 
 
 ROWS = [_model(**row) for row in json.loads(Path(__file__).parents[1].joinpath("zoo.json").read_text())]

@@ -203,6 +203,18 @@ def test_what_becomes_of_wrong_and_absent_providers(copy):
     assert "ms" not in board.rows[0] and "ms" in measured(case, copy, providers)["torch"]
 
 
+def test_the_residual_of_a_map_is_of_float64_and_counts_no_call():
+    linear, dense = maps.Contraction(2, 8), maps.FullyConnected(2, 8, weight_dtype=BF16)
+    for f, exact in (
+        (linear, lambda z: linear.c.double() + z * linear.eigenvalues.double()),
+        (dense, lambda z: torch.tanh(z @ dense.weight.double().T + dense.c.double())),
+    ):
+        z = f(f(torch.zeros_like(f.c)))
+        residual = maps.relative_residual(exact(z.double()), z.double())
+        assert f.residual(z) == pytest.approx(residual, rel=1e-12)
+        assert f.calls == 2 and f.c.dtype == torch.float32
+
+
 @pytest.mark.parametrize("solver", [cases.SOLVERS[0], cases.SOLVERS[1], cases.SOLVERS[3]], ids=solver_name)
 def test_a_loop_by_hand_makes_the_same_evaluations_without_a_wait(solver):
     """So that a GPU can capture it."""

@@ -58,7 +58,7 @@ def build(file, args):
 
 
 def toy(solver="fixed_point_iter"):
-    return models.Model("toy", "Picard", "me/toy", "zoo", "toy", FLAGS.format(solver), build)
+    return models.Model("toy", "Picard", "me/toy", "toy", build, "zoo", FLAGS.format(solver))
 
 
 def test_a_file_gets_the_layer_of_each_provider_and_no_module_stays(clone, monkeypatch, tmp_path):
