@@ -37,7 +37,7 @@ def moments(features: Tensor, labels: Tensor, weight: Tensor) -> Arrays:
     kernel = choose_kernel("auto", features.device)
     samples, stats = class_means(Samples.grouped(features, labels, len(weight)), kernel)
     seen, inverse = stats.counts > 0, torch.zeros_like(stats.means.T)
-    if samples.count:
+    if len(samples.rows):
         present = stats._replace(counts=stats.counts[seen], local=stats.local[seen])
         between = between_classes(present, "class-means", default_rtol(features.dtype))
         inverse[:, seen] = between.whitening @ (between.whitening.T @ between.centred.T)
@@ -48,7 +48,7 @@ def moments(features: Tensor, labels: Tensor, weight: Tensor) -> Arrays:
         squares += (classes == index[:, None]).double() @ deviations.square().sum(1)
         projected = deviations @ inverse
         scatter.addmm_(projected.T, projected)
-    floats = {"means": stats.means, "traces": squares / stats.counts, "scatter": scatter / samples.count}
+    floats = {"means": stats.means, "traces": squares / stats.counts, "scatter": scatter / len(samples.rows)}
     floats["weight"] = weight
     return {
         "counts": stats.counts.long().cpu().numpy(),
