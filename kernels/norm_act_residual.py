@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import scalar
 from .norm_act import (
     group_of_program,
     group_tile,
@@ -153,7 +154,7 @@ def _norm_act_residual_backward_kernel(
         b_gt, _, b_n3t, _ = _tile(maps, norm2, norm3, o_t, m_t, dtype)
         b_gn += b_gt * b_n3t
         b_gs += b_gt
-    offset3, slope3 = sums(b_gn, b_gs, b_w3, p_affine + plane + plane, i_b * C + c_0, plane, P * CG, CG)
+    offset3, slope3 = sums(b_gn, b_gs, b_w3, p_affine + 2 * scalar(plane, tl.int64), i_b * C + c_0, plane, P * CG, CG)
 
     b_g = tl.where(b_off | (m_0 == 0), 0.0, norm_backward(b_g, b_n3, b_w3, rstd3, offset3, slope3))
     tl.store(p_grad_z + o_0, b_g.to(short), mask=m_0)
