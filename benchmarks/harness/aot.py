@@ -3,8 +3,9 @@
     PYTHONPATH=benchmarks python -m harness.aot [--arch {80,86,90}] [--kernels NAME ...] [--json FILE]
 
 There is one row per case of benchmarks/aot.csv and architecture: registers, stack (which shows spills), shared memory;
-barriers and 16-byte global loads in PTX. Every case has a row of sm_90, and alternately one of sm_80 or sm_86. The exit
-status is 1 if a row exceeds a limit. Must run without TRITON_INTERPRET.
+barriers and 16-byte global loads in PTX. A row also counts multiples of the batch's size in 32 bits. Every case has a
+row of sm_90, and alternately one of sm_80 or sm_86. The exit status is 1 if a row exceeds a limit. Must run without
+TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ MAX_BARRIERS = 320  # in the code: each of three sums of 32 pairs has two or thr
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 TWINS = (80, 86)  # their codes differ in the order of instructions and in a few registers
 BARRIER = re.compile(r"\bbar\.sync")
+# Multiples of a number of samples, or of their channels or features. They exceed int32 before the number does.
+SHORT_PRODUCT = re.compile(r"arith\.muli (?=.*%(?:B|plane|N)\b).*: i32")
 # A load into registers, or a copy into shared memory, of 16 bytes.
 WIDE_LOAD = re.compile(r"ld\.global[.\w:]*\.(?:v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -230,6 +233,7 @@ def compile_case(case: Case, arch: int) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "barriers": len(BARRIER.findall(compiled.asm["ptx"])),
         "wide_loads": len(WIDE_LOAD.findall(compiled.asm["ptx"])),
+        "short_products": len(SHORT_PRODUCT.findall(compiled.asm["ttir"])),
     }
     return row | {"faults": faults(case, row)}
 
@@ -242,6 +246,7 @@ def faults(case: Case, row: dict[str, Any]) -> list[str]:
         f"spills: {row['stack']} bytes of stack": row["stack"],
         f"shared memory {row['shared']} exceeds {limit}": row["shared"] > limit,
         f"more than {MAX_BARRIERS} barriers": row["barriers"] > MAX_BARRIERS,
+        "a multiple of the batch in 32 bits": row["short_products"],
         "no 16-byte global loads": case.size % 16 == 0 and not case.has_scalar_loads and not row["wide_loads"],
     }
     return [text for text, is_true in exceeded.items() if is_true]

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs without a GPU: no spills; shared memory and barriers within limits."""
+"""Triton kernels compiled for GPUs without a GPU: no spills, no short offsets; shared memory and barriers in limits."""
 
 from __future__ import annotations
 
