@@ -463,8 +463,9 @@ def figures(results: Results) -> Iterator[Figure]:
     origin = f"First of {len(runs)} runs. {results.origin('options')}".replace("`", "")
     names = {key: SHOWN[key] for key in ("gradients", "adjoints")}
     yield Figure("gradient_error", "gradient_errors", gradient_rows, (origin, names))
-    yield Figure("layer_gains", "ratios", layer_gains(results), ("A training step of one layer",))
-    yield Figure("model_ratios", "ratios", model_ratios(results), ("A training step of whole published models",))
+    yield Figure("layer_gains", "ratios", layer_gains(results), ("A training step of one layer with deqfast",))
+    title = "A training step of published models with deqfast, on a CPU"
+    yield Figure("model_ratios", "ratios", model_ratios(results), (title,))
     yield Figure("state_sizes", "state_sizes", state_sizes(results))
     suite = [row for row in raced(results) if SYNTHETIC.search(row["case"]) and row["tol"] == TIGHT]
     shown = [row for row in suite if row["provider"] in SHOWN["drawn racers"]]

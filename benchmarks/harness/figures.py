@@ -15,7 +15,7 @@ LOOKS = ((style.VERMILLION, "o"), (style.BLUE, "D"), (style.GREEN, "s"), (style.
 CURVES = {  # of ``state_sizes``
     "deqfast": {"color": style.VERMILLION, "marker": "o", "label": "deqfast"},
     "torchdeq": {"color": style.BLUE, "marker": "o", "label": "torchdeq"},
-    "floor": {"color": style.BLACK, "ls": "--", "label": "byte floor (bytes / copy rate)"},
+    "floor": {"color": style.BLACK, "ls": "--", "label": "bytes / copy rate; below it: data in a cache"},
 }
 
 
@@ -82,15 +82,17 @@ def state_sizes(points: Sequence[Row], **entry: str) -> bytes:
 
 def problems_solved(rows: Sequence[Row], total: int, **entry: str) -> bytes:
     """Share of the problems that a solver has solved, against the evaluations that it was allowed."""
-    figure = style.page(3.6, style.NARROW)
+    figure = style.page(4.2, style.NARROW)
     axis = figure.subplots()
     most = max(row["most_evaluations"] for row in rows)
     for provider in dict.fromkeys(row["provider"] for row in rows):
-        library, method = provider.split()[:2]
+        library, method, *options = provider.split()
         counts = sorted(row["evaluations"] for row in rows if row["provider"] == provider and row["reached"])
-        steps = [100 * solved / total for solved in [*range(len(counts) + 1), len(counts)]]
+        steps = [100 * count / total for count in [*range(len(counts) + 1), len(counts)]]
+        shown = " ".join([METHODS[method], *options])
         look = {"color": style.look(METHODS[method])["color"], "ls": "-" if library == "deqfast" else "--"}
-        axis.step([0, *counts, most], steps, where="post", label=f"{METHODS[method]}, {library}", **look)
-    axis.set(xlabel="evaluations allowed", ylabel=f"% of {total} problems solved", xlim=(0, most), ylim=(0, 102))
-    style.legend(figure, 2, handlelength=3)
+        axis.step([0, *counts, most], steps, where="post", label=f"{shown}, {library}", **look)
+    solved = f"% of {total} problems solved to {rows[0]['tol']:g}"
+    axis.set(xlabel="evaluations allowed", ylabel=solved, xlim=(0, most), ylim=(0, 102))
+    style.legend(figure, 1, handlelength=3)
     return style.png(figure, **entry)
