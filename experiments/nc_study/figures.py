@@ -208,7 +208,8 @@ def embeddings_figure(
     rows = -(-len(features) // 2)
     figure = style.page(2.3 * rows + 1.1, style.NARROW)
     axes = figure.subplots(rows, 2, squeeze=False).flat
-    figure.suptitle(heading, fontweight="bold")
+    shapes = "▲ large classes, ▼ small classes" if majority < len(set(next(iter(features.values()))[1])) else ""
+    figure.suptitle(f"{heading}\n{shapes}".rstrip(), fontweight="bold")
     for (arm, (points, labels)), axis in zip(features.items(), axes, strict=False):
         axis.set_title(LABELS[arm])
         classes = int(labels.max()) + 1

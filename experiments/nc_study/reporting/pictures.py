@@ -31,7 +31,7 @@ class Picture:
 def pictures(group: Group) -> Iterator[Picture]:
     """Draw the arms' differences from the explicit network, the courses of training, and single features."""
     paired = {
-        "pairs": (figures.ACCURACY, "Accuracy", "in points less the explicit network's: right is better"),
+        "pairs": (figures.ACCURACY, "Accuracy", "minus the explicit network's, in points: right is better"),
         "collapse": (figures.COLLAPSE, "Collapse", "compared with the explicit network's: left is more"),
     }
     for name, (labels, title, heading) in paired.items():
@@ -98,11 +98,10 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
                 left.setdefault(seed, {})[arm] = run
     if left:
         features = {arm: run.features() for arm, run in left[min(left)].items()}
-        heading = f"{setting}; {group.experiment.preset} preset"
         names = NAMES if setting.dataset == "cifar10" else [f"tenth {number} of the classes" for number in range(1, 11)]
         place = f"{'Fig. 2' if setting.slug == 'k3-r10' else 'As Fig. 2'}: "
         which = f" of features, {setting.imbalance}, seed {min(left)}"
-        cosines = figures.cosines_figure(features, setting.majority_classes, heading)
+        cosines = figures.cosines_figure(features, setting.majority_classes, f"Cosines, sorted by class; {setting}")
         yield Picture(f"{setting.slug}-cosines", f"{place}cosines{which}", cosines)
-        embeddings = figures.embeddings_figure(features, names, setting.majority_classes, heading)
+        embeddings = figures.embeddings_figure(features, names, setting.majority_classes, f"t-SNE; {setting}")
         yield Picture(f"{setting.slug}-embeddings", f"{place}t-SNE{which}", embeddings)
