@@ -1,7 +1,7 @@
 """What is correct, for tests and benchmarks: tolerances, problems with known solutions, random arguments of the ops."""
 
-from .problems import PROBLEMS, FixedPoint, linear, tanh  # noqa: F401
-from .tolerances import (  # noqa: F401
+from .problems import PROBLEMS, FixedPoint, linear, tanh
+from .tolerances import (
     ACCURACY_UNITS,
     FINITE_DIFFERENCES,
     GRADIENT,

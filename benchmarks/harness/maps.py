@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -33,7 +34,7 @@ def autocast(device: str, precision: str) -> Any:
     return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
-class Map:
+class Map(ABC):
     """f, which counts its calls. c: its injection (B, ...)."""
 
     c: Tensor
@@ -43,8 +44,9 @@ class Map:
         self.calls += 1
         return self.value(z)
 
+    @abstractmethod
     def value(self, z: Tensor) -> Tensor:
-        raise NotImplementedError
+        """f(z), without counting."""
 
     def residual(self, z: Tensor) -> float:
         """Largest relative residual of the batch, in float64."""
