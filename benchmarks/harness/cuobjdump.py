@@ -82,8 +82,11 @@ class CompiledKernel(NamedTuple):
 
 
 def demangle(names: list[str]) -> dict[str, str]:
-    """{name: its form in the source, without namespaces and parameters}."""
-    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    """{name: its form in the source, without namespaces and parameters}; the name itself without c++filt."""
+    tool = shutil.which("c++filt")
+    if tool is None:
+        return dict(zip(names, names, strict=True))
+    text = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
     noise = r"^void |deqfast::|\(anonymous namespace\)::|\(bool\)|\([^()]*Params.*"
     return dict(zip(names, (re.sub(noise, "", line) for line in text.splitlines()), strict=True))
 
