@@ -293,15 +293,19 @@ def draw(records: Sequence[Record]) -> Figure:
     for record in records:
         first.setdefault(record.arm, record)
     parts = next(iter(first.values())).shown
-    figure = style.page(4.4)
-    above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
-    pictures = {"measured": parts["measured"]}
-    pictures |= {f"{arm}\n{record.shown['psnr'][0]:.2f} dB": record.shown["restored"] for arm, record in first.items()}
-    pictures["truth"] = parts["truth"]
-    for axis, (title, picture) in zip(above.subplots(1, len(pictures)), pictures.items(), strict=True):
+    names = {"deq": "DEQ", "explicit-parameters": "equal parameters", "explicit-compute": "equal compute"}
+    figure = style.page(5.8, style.NARROW)
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 2))[:, 0]
+    pictures = {"measured": parts["measured"], "truth": parts["truth"]}
+    pictures |= {
+        f"{names[arm]}\n{record.shown['psnr'][0]:.2f} dB": record.shown["restored"] for arm, record in first.items()
+    }
+    axes = above.subplots(2, 3).ravel()
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, (title, picture) in zip(axes, pictures.items(), strict=False):
         axis.imshow(picture, cmap="gray", vmin=0, vmax=255)
         axis.set_title(title)
-        axis.set_axis_off()
     residuals = below.subplots()
     for record in records:
         for trace in record.shown["traces"]:

@@ -152,10 +152,11 @@ def _costs(result: record.RunResult) -> str:
         f"{seconds.test:.0f} s of testing, {seconds.metrics:.0f} s of metrics"
     )
     if solver:
+        residual = "undefined" if solver.residual is None else f"{solver.residual:.1e}"
         text += (
             f"\n  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
             f"{solver.iterations:.1f} evaluations per sample in training, {100 * (solver.converged or 0):.2f} % "
-            f"converged, mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at "
+            f"converged, mean residual {residual};\n  {solver.max_iter} samples stopped at "
             f"{settings.max_iter} evaluations, {solver.nonfinite} were not finite, "
             f"{solver.skipped} were left out of the loss"
         )

@@ -10,12 +10,12 @@ from nc_study.config import ARMS, Experiment, Setting, arm_options, settings_fro
 from nc_study.moments import moments
 from nc_study.paper import INCONSISTENT, PAPER, settings_of
 from nc_study.record import Accuracy, Spread
-from nc_study.results import network_result
+from nc_study.results import network_result, report
 from nc_study.rundir import RunDirectory
 from runs.files import locked, read_arrays
 from runs.options import StudyError
 from runs.states import write_state
-from study_helpers import made_up_epoch, made_up_settings
+from study_helpers import made_up_epoch, made_up_result, made_up_settings
 from torch import nn
 
 
@@ -151,6 +151,13 @@ def test_a_network_is_summed_up_over_its_last_ten_epochs():
     assert short.epochs_averaged == 4 and short.solver is None
     assert network.quantity("overall") == pytest.approx(42.2) and network.quantity("nc2") == network.nc["nc2"]
     assert network.curves["nc2_centered"][-3:] == (0.9, None, 0.9), "the course of the primary metrics is logged"
+
+
+def test_solves_without_a_finite_residual_are_reported_as_such():
+    result = made_up_result(made_up_settings())
+    nothing = replace(result.network.solver, residual=None, converged=0.0)
+    text = report([replace(result, network=replace(result.network, solver=nothing))])
+    assert "mean residual undefined" in text and "mean residual 5.0e-04" in report([result])
 
 
 UNIT = 2.0**-24  # rounding to float32
