@@ -274,8 +274,8 @@ def measured(model: Network, problem: Problem, log: list[dict[str, float]]) -> t
 def draw(records: Sequence[Record]) -> Figure:
     """Accuracy and evaluations against the length of chains; of other graphs the losses.
 
-    A line is the mean over the seeds, and its band goes from the smallest to the largest. Arms that cannot see the first
-    node only guess; their range over 16 chains says nothing, and is not drawn.
+    A line is the mean over the seeds, and its band goes from the smallest to the largest. Arms that cannot see the
+    first node only guess; their range over 16 chains says nothing, and is not drawn.
     """
     figure = style.page(6, style.NARROW)
     upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
